@@ -1,0 +1,111 @@
+"""Configuration: what the user may leave open (EngineArgs) and what the engine runs on (EngineConfig, nothing open).
+
+``EngineArgs`` is the only place with Optional fields; the flags of every command are its fields, spelled as vLLM
+spells them. It resolves once, before weights load, to a frozen ``EngineConfig``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.errors import ConfigError
+
+DTypeName = Literal["float32", "bfloat16"]
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding as HF describes it (``rope_parameters``/``rope_scaling``), half-split style."""
+
+    theta: float
+    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # 0: derived from factor as HF does
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder's shape. Made by ``models.model_config`` from HF or GGUF; nothing else reads foreign configs."""
+
+    architecture: str  # e.g. "LlamaForCausalLM"
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool  # q/k/v projections have biases
+    attention_output_bias: bool  # o_proj has one
+    mlp_bias: bool
+    qk_norm: bool  # per-head RMSNorm on q and k before rotary (Qwen3)
+    max_position_embeddings: int
+    bos_token_id: int  # -1: none
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+                     "vocab_size", "max_position_embeddings"):  # fmt: skip
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"model config: {name}={value} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model config: num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"model config: head_dim={self.head_dim} must be even for rotary embedding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """A DSpark drafter, whatever format its checkpoint had. The checkpoint is the only source of these numbers."""
+
+    source_format: Literal["deepspec", "speculators", "specforge"]
+    decoder: ModelConfig  # shape of the draft layers; vocab_size is the target's
+    num_speculative_tokens: int  # gamma: tokens proposed per request and round
+    sample_from_anchor: bool  # True: slot k predicts token p+1+k; False: block [anchor, gamma masks], slot 0 unused
+    target_layer_ids: tuple[int, ...]  # i: output of target layer i (HF hidden_states[i + 1]); -1: embedding output
+    num_target_layers: int  # 0: the checkpoint does not say
+    mask_token_id: int
+    markov_rank: int
+    markov_head_type: MarkovHeadType
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+    draft_vocab_size: int  # rows of the draft's lm_head and markov_w2; equals decoder.vocab_size without d2t
+
+    @property
+    def block_width(self) -> int:
+        """Rows of the draft pass per request."""
+        return self.num_speculative_tokens + (0 if self.sample_from_anchor else 1)
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ConfigError(f"drafter: num_speculative_tokens={self.num_speculative_tokens} must be at least 1")
+        if self.markov_rank < 0:
+            raise ConfigError(f"drafter: markov_rank={self.markov_rank} must not be negative")
+        if self.markov_rank == 0 and self.enable_confidence_head and self.confidence_head_with_markov:
+            raise ConfigError("drafter: markov_rank=0 with confidence_head_with_markov=true; the head has no embedding")
+        if not 0 <= self.mask_token_id < self.decoder.vocab_size:
+            raise ConfigError(
+                f"drafter: mask_token_id={self.mask_token_id} must lie in 0..{self.decoder.vocab_size - 1} (vocab_size)"
+            )
+        if not self.target_layer_ids:
+            raise ConfigError("drafter: target_layer_ids is empty; at least one target layer must be tapped")
+        if self.draft_vocab_size > self.decoder.vocab_size:
+            raise ConfigError(
+                f"drafter: draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.decoder.vocab_size}"
+            )
