@@ -109,3 +109,79 @@ class DrafterConfig:
             raise ConfigError(
                 f"drafter: draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.decoder.vocab_size}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """What a user may say. The only place with optional fields; every command's engine flags are these fields."""
+
+    model: str = "smollm2-135m"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    kv_block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    max_num_waiting: int = 1024
+    draft: str = "auto"
+    num_speculative_tokens: int | None = None
+    draft_confidence_threshold: float = 0.0
+    prompt_lookup_max: int = 3
+    prompt_lookup_min: int = 1
+    draft_self_test: bool = True
+    attention_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Rules that need no checkpoint; the rest is checked by ``engine.setup`` before weights load."""
+        _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size", "max_num_waiting",
+                     "prompt_lookup_max", "prompt_lookup_min"):  # fmt: skip
+            _require_at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_speculative_tokens"):
+            if getattr(self, name) is not None:
+                _require_at_least(name, getattr(self, name), 1)
+        _require_at_least("seed", self.seed, 0)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} must not exceed prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        if not 0.0 <= self.draft_confidence_threshold <= 1.0:
+            raise ConfigError(f"draft_confidence_threshold={self.draft_confidence_threshold} must lie in 0..1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine runs on: every question answered, nothing optional."""
+
+    model: str
+    dtype: DTypeName
+    seed: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    kv_block_size: int
+    num_kv_blocks: int
+    max_num_waiting: int
+    proposer: Literal["none", "lookup", "dspark"]
+    drafter_path: str  # "" without a drafter
+    num_speculative_tokens: int  # 0 without a proposer
+    draft_confidence_threshold: float
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+    draft_self_test: bool
+    attention_backend: str
+
+
+def _require_at_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")

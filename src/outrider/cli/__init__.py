@@ -1,0 +1,1 @@
+"""Commands: one module per verb over the offline and asynchronous engines."""
