@@ -1,0 +1,1 @@
+"""Builds the batches of a step from its plan and runs the passes."""

@@ -1,0 +1,157 @@
+"""One builder method per pass: the only places where forward batches are made, for busy and idle ranks alike.
+
+A builder takes the pass's plan and this rank's rows, and fills every field from these two. Extents come from the plan:
+without a tier the real rows, with one the tier's. Padding rows have token 0, position 0 and slot -1 (never written);
+padding requests own no rows and see no context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from outrider.batch.attention_metadata import BlockMetadata, CausalMetadata
+from outrider.batch.counts import RequestCount, TokenCount
+from outrider.batch.forward_batch import DraftBatch, PrefillBatch, VerifyBatch
+from outrider.batch.step_plan import PaddingMode, PassPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRow:
+    """One chunk of one request's prompt, at positions start .. start + len(token_ids) - 1."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    samples: bool  # the chunk's last row is sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """One request to draft for; its context is every position below the anchor's."""
+
+    anchor_id: int
+    anchor_position: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRow:
+    """One request's window: the anchor at position start, then the drafts kept."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+
+
+class BatchBuilder:
+    def __init__(self, *, rank: int, kv_block_size: int, device: torch.device) -> None:
+        self._rank = rank
+        self._kv_block_size = kv_block_size
+        self._device = device
+
+    def prefill(self, plan: PassPlan, rows: Sequence[PrefillRow]) -> PrefillBatch:
+        lengths = [len(row.token_ids) for row in rows]
+        tokens = TokenCount(sum(lengths))
+        ends = list(accumulate(lengths))
+        token_ids, positions, metadata = self._causal(plan, rows, tokens)
+        return PrefillBatch(
+            plan=plan,
+            rank=self._rank,
+            requests=RequestCount(len(rows)),
+            tokens=tokens,
+            num_tokens_non_padded=self._int32([tokens.value]),
+            token_ids_N=token_ids,
+            positions_N=positions,
+            metadata=metadata,
+            logit_rows_K=self._int64([end - 1 for end, row in zip(ends, rows, strict=True) if row.samples]),
+        )
+
+    def draft(self, plan: PassPlan, rows: Sequence[DraftRow]) -> DraftBatch:
+        requests = RequestCount(len(rows))
+        padded = plan.padded_requests[self._rank].value if plan.padding_mode is PaddingMode.TIER else len(rows)
+        fill = [0] * (padded - len(rows))
+        context_lens = [row.anchor_position for row in rows] + fill
+        tokens = requests.tokens(width=plan.width)
+        return DraftBatch(
+            plan=plan,
+            rank=self._rank,
+            requests=requests,
+            tokens=tokens,
+            num_tokens_non_padded=self._int32([tokens.value]),
+            anchor_ids_R=self._int64([row.anchor_id for row in rows] + fill),
+            anchor_positions_R=self._int64(context_lens),
+            metadata=BlockMetadata(
+                context_lens_R=self._int32(context_lens),
+                block_tables_RB=self._block_tables([row.block_ids for row in rows], context_lens, padded),
+                kv_block_size=self._kv_block_size,
+                block_width=plan.width,
+                max_context_len=max(context_lens, default=0),
+            ),
+        )
+
+    def verify(self, plan: PassPlan, rows: Sequence[VerifyRow]) -> VerifyBatch:
+        tokens = TokenCount(sum(len(row.token_ids) for row in rows))
+        token_ids, positions, metadata = self._causal(plan, rows, tokens)
+        return VerifyBatch(
+            plan=plan,
+            rank=self._rank,
+            requests=RequestCount(len(rows)),
+            tokens=tokens,
+            num_tokens_non_padded=self._int32([tokens.value]),
+            token_ids_N=token_ids,
+            positions_N=positions,
+            metadata=metadata,
+        )
+
+    def _causal(
+        self, plan: PassPlan, rows: Sequence[PrefillRow | VerifyRow], tokens: TokenCount
+    ) -> tuple[Tensor, Tensor, CausalMetadata]:
+        """Token ids, positions and metadata of ragged rows through the target, padded to the plan's extents."""
+        if plan.padding_mode is PaddingMode.TIER:
+            padded_requests = plan.padded_requests[self._rank].value
+            padded_tokens = plan.padded_tokens[self._rank].value
+        else:
+            padded_requests, padded_tokens = len(rows), tokens.value
+        fill_rows, fill_requests = padded_tokens - tokens.value, padded_requests - len(rows)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        size = self._kv_block_size
+        for row in rows:
+            end = row.start + len(row.token_ids)
+            assert end <= len(row.block_ids) * size, f"rows up to {end} exceed {len(row.block_ids)} blocks of {size}"
+            token_ids.extend(row.token_ids)
+            positions.extend(range(row.start, end))
+            slots.extend(row.block_ids[i // size] * size + i % size for i in range(row.start, end))
+        lengths = [len(row.token_ids) for row in rows]
+        seq_lens = [row.start + len(row.token_ids) for row in rows] + [0] * fill_requests
+        starts = [0, *accumulate(lengths)]
+        metadata = CausalMetadata(
+            query_start_loc_R1=self._int32(starts + [starts[-1]] * fill_requests),
+            seq_lens_R=self._int32(seq_lens),
+            block_tables_RB=self._block_tables([row.block_ids for row in rows], seq_lens, padded_requests),
+            slot_mapping_N=self._int64(slots + [-1] * fill_rows),
+            kv_block_size=size,
+            max_query_len=max(lengths, default=0),
+            max_seq_len=max(seq_lens, default=0),
+        )
+        return self._int64(token_ids + [0] * fill_rows), self._int64(positions + [0] * fill_rows), metadata
+
+    def _block_tables(self, tables: Sequence[Sequence[int]], lengths: Sequence[int], padded: int) -> Tensor:
+        """int32 [R, B]: of each request the blocks its length reaches, then zeros."""
+        used = [-(-length // self._kv_block_size) for length in lengths]
+        width = max(used, default=0)
+        filled = [list(table[:n]) + [0] * (width - n) for table, n in zip(tables, used, strict=False)]
+        filled += [[0] * width] * (padded - len(filled))
+        return torch.tensor(filled, dtype=torch.int32, device=self._device).view(padded, width)
+
+    def _int32(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+    def _int64(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,65 @@
+"""Runs the target over a prefill or verify batch: hidden states, logits of the rows that need them, tapped features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from outrider.batch.forward_batch import PrefillBatch, VerifyBatch
+from outrider.layers.attention.interface import LayerKV
+from outrider.models.interface import DecoderOutput, TargetModel
+from outrider.runner.graph_runner import GraphKey, GraphRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOutput:
+    """What one pass of the target gives. N rows that really ran, K rows with logits, F tapped width."""
+
+    logits_KV: Tensor  # fp32
+    taps_NF: Tensor
+    positions_N: Tensor  # int64
+    slots_N: Tensor  # int64
+
+
+class ModelRunner:
+    """Owns the target and its KV pool; knows nothing of scheduling or sampling."""
+
+    def __init__(
+        self,
+        *,
+        target: TargetModel,
+        kv_caches: Sequence[LayerKV],
+        tap_layer_ids: tuple[int, ...],
+        graphs: GraphRunner,
+    ) -> None:
+        self._target = target
+        self._kv_caches = kv_caches
+        self._tap_layer_ids = tap_layer_ids
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def run(self, batch: PrefillBatch | VerifyBatch) -> TargetOutput:
+        output = self._graphs.run(GraphKey.of(batch.plan, batch.rank), lambda: self._forward(batch))
+        real = batch.tokens.value
+        match batch:
+            case PrefillBatch():
+                hidden_KD = output.hidden_ND[batch.logit_rows_K]
+            case VerifyBatch():
+                hidden_KD = output.hidden_ND[:real]
+            case _:
+                assert_never(batch)
+        return TargetOutput(
+            logits_KV=self._target.compute_logits(hidden_KD),
+            taps_NF=output.taps_NF[:real],
+            positions_N=batch.positions_N[:real],
+            slots_N=batch.metadata.slot_mapping_N[:real],
+        )
+
+    def _forward(self, batch: PrefillBatch | VerifyBatch) -> DecoderOutput:
+        return self._target.forward(
+            batch.token_ids_N, batch.positions_N, self._kv_caches, batch.metadata, self._tap_layer_ids
+        )

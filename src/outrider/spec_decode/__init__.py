@@ -1,0 +1,1 @@
+"""Proposers (DSpark, prompt lookup, none), acceptance counters and the self-test at load."""

@@ -1,0 +1,79 @@
+"""The DSpark proposer: one parallel pass of the drafter, then the sequential head walks the block.
+
+Invariant: before ``propose``, the draft context of a request covers exactly the positions below its anchor; the
+anchor's own target state is never in it (dspark paper, section on inference; the usual silent fault is an off-by-one
+here, which only lowers acceptance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.batch.step_plan import PassKind, StepPlan
+from outrider.config import DrafterConfig
+from outrider.layers.attention.interface import LayerKV
+from outrider.models.dspark import DSparkDrafter
+from outrider.runner.batch_builder import BatchBuilder, DraftRow
+from outrider.runner.graph_runner import GraphKey, GraphRunner
+from outrider.sampling.proposal import Proposal, propose
+from outrider.spec_decode.proposer import DraftRequest
+
+
+class DSparkProposer:
+    def __init__(
+        self,
+        *,
+        drafter: DSparkDrafter,
+        config: DrafterConfig,
+        num_speculative_tokens: int,
+        kv_caches: Sequence[LayerKV],
+        builder: BatchBuilder,
+        graphs: GraphRunner,
+    ) -> None:
+        assert 1 <= num_speculative_tokens <= config.num_speculative_tokens
+        self.num_speculative_tokens = num_speculative_tokens
+        self.draft_width = config.block_width
+        self.tap_layer_ids = config.target_layer_ids
+        self._drafter = drafter
+        self._config = config
+        self._kv_caches = kv_caches
+        self._builder = builder
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal:
+        pass_plan = plan.find(PassKind.DRAFT)
+        if pass_plan is None:
+            return Proposal.one_hot([()] * len(requests))
+        batch = self._builder.draft(
+            pass_plan,
+            [
+                DraftRow(anchor_id=r.anchor_id, anchor_position=r.row.anchor_position, block_ids=r.block_ids)
+                for r in requests
+            ],
+        )
+        hidden_RGD = self._graphs.run(
+            GraphKey.of(pass_plan, batch.rank),
+            lambda: self._drafter.forward(
+                batch.anchor_ids_R, batch.anchor_positions_R, self._kv_caches, batch.metadata
+            ),
+        )
+        first = 0 if self._config.sample_from_anchor else 1  # slot 0 predicts nothing in the other convention
+        used_RGD = hidden_RGD[: len(requests), first : first + self.num_speculative_tokens]
+        base_logits = self._drafter.compute_base_logits(used_RGD.reshape(-1, used_RGD.shape[-1]))
+        return propose(
+            drafter=self._drafter,
+            base_logits_RGV=base_logits.view(*used_RGD.shape[:2], -1),
+            hidden_RGD=used_RGD,
+            anchor_ids_R=batch.anchor_ids_R[: len(requests)],
+            rows=[r.row for r in requests],
+            num_drafts_R=[r.num_drafts for r in requests],
+            confidence=self._config.enable_confidence_head,
+        )
+
+    @torch.inference_mode()
+    def write_context(self, *, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor) -> None:
+        self._drafter.write_context(taps_NF, positions_N, self._kv_caches, slots_N)
