@@ -6,7 +6,9 @@ spells them. It resolves once, before weights load, to a frozen ``EngineConfig``
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from outrider.errors import ConfigError
@@ -185,3 +187,8 @@ def _require_at_least(name: str, value: int, least: int) -> None:
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: ``OUTRIDER_CACHE``, else ``~/.cache/outrider``."""
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")

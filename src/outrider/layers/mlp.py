@@ -1,0 +1,33 @@
+"""SwiGLU feed-forward: ``down(silu(gate(x)) * up(x))``, gate and up in one matmul.
+
+Shape legend: N rows, D hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.layers.linear import Linear, MergedLinear
+
+
+class SwiGLU(nn.Module):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        shards = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(hidden_size, shards, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        gate_NI, up_NI = self.gate_up_proj(x_ND).chunk(2, dim=-1)
+        out_ND: Tensor = self.down_proj(F.silu(gate_NI) * up_NI)
+        return out_ND

@@ -1,0 +1,241 @@
+"""The one place that reads foreign configs: HF ``config.json`` and GGUF metadata become a frozen ``ModelConfig``.
+
+What the decoder cannot compute exactly is refused here, by name, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from outrider.config import ModelConfig, RopeConfig
+from outrider.errors import ConfigError
+
+# model_type of HF, which is also the architecture of GGUF -> our name of the architecture
+SUPPORTED_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class SupportsToDict(Protocol):
+    """A transformers config object."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def from_hf(
+    config: Mapping[str, Any] | SupportsToDict, *, generation_config: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """Read a ``config.json`` (or a transformers config object); EOS ids come from the generation config if it has any.
+
+    Both spellings of rotary settings are read: ``rope_parameters`` and ``rope_scaling`` with ``rope_theta``.
+    """
+    raw: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    architecture = _architecture(raw)
+    _refuse_unsupported(raw)
+    qwen3 = architecture == "Qwen3ForCausalLM"
+    hidden_size, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
+    attention_bias = bool(raw.get("attention_bias", False))
+    max_positions = _integer(raw, "max_position_embeddings", default=32768 if qwen3 else 2048)
+    head_dim = _integer(raw, "head_dim", default=128 if qwen3 else 0) or _head_dim(hidden_size, num_heads)
+    generation = generation_config or {}
+    eos = generation.get("eos_token_id") if generation.get("eos_token_id") is not None else raw.get("eos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_layers=_integer(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(raw, "num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        intermediate_size=_integer(raw, "intermediate_size"),
+        vocab_size=_integer(raw, "vocab_size"),
+        rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6),
+        rope=_rope_from_hf(raw, max_positions),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=attention_bias,
+        attention_output_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=qwen3,
+        max_position_embeddings=max_positions,
+        bos_token_id=_integer(raw, "bos_token_id", default=-1),
+        eos_token_ids=_token_ids("eos_token_id", eos),
+    )
+
+
+def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """Read GGUF metadata; what it leaves unsaid (tied head, biases, vocabulary) is seen from the tensors' names.
+
+    ``tensor_shapes`` are row-major, as torch has them.
+    """
+    arch = metadata.get("general.architecture")
+    if arch not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(
+            f"GGUF general.architecture={arch!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    raw = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+    for key in ("expert_count", "attention.sliding_window"):
+        if raw.get(key):
+            raise ConfigError(f"GGUF {arch}.{key}={raw[key]} is not supported; only dense full attention is")
+    if "token_embd.weight" not in tensor_shapes:
+        raise ConfigError("GGUF file has no tensor token_embd.weight; it is not a language model")
+    hidden_size, num_heads = _integer(raw, "embedding_length"), _integer(raw, "attention.head_count")
+    max_positions = _integer(raw, "context_length")
+    head_dim = _integer(raw, "attention.key_length", default=0) or _head_dim(hidden_size, num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if raw.get(key, head_dim) != head_dim:
+            raise ConfigError(f"GGUF {arch}.{key}={raw[key]} differs from the head dimension {head_dim}; unsupported")
+    eos = [metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata]
+    return ModelConfig(
+        architecture=SUPPORTED_MODEL_TYPES[arch],
+        hidden_size=hidden_size,
+        num_layers=_integer(raw, "block_count"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(raw, "attention.head_count_kv", default=num_heads),
+        head_dim=head_dim,
+        intermediate_size=_integer(raw, "feed_forward_length"),
+        vocab_size=tensor_shapes["token_embd.weight"][0],
+        rms_norm_eps=_single_precision(_number(raw, "attention.layer_norm_rms_epsilon")),
+        rope=_rope_from_gguf(raw, tensor_shapes, max_positions),
+        tie_word_embeddings="output.weight" not in tensor_shapes,
+        attention_bias="blk.0.attn_q.bias" in tensor_shapes,
+        attention_output_bias="blk.0.attn_output.bias" in tensor_shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in tensor_shapes,
+        qk_norm=arch == "qwen3",
+        max_position_embeddings=max_positions,
+        bos_token_id=_integer(metadata, "tokenizer.ggml.bos_token_id", default=-1),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+    )
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    """The architecture by name; by ``model_type`` where the name says nothing."""
+    names = [name for name in raw.get("architectures") or [] if isinstance(name, str)]
+    known = set(SUPPORTED_MODEL_TYPES.values())
+    for name in names:
+        if name in known:
+            return name
+    model_type = raw.get("model_type")
+    specific = [name for name in names if name.endswith("ForCausalLM") and name not in _GENERIC_ARCHITECTURES]
+    if not specific and model_type in SUPPORTED_MODEL_TYPES:
+        return SUPPORTED_MODEL_TYPES[model_type]
+    raise ConfigError(
+        f"model config: architectures={names} with model_type={model_type!r} is not supported; "
+        f"supported: {', '.join(sorted(known))} (model_type {', '.join(SUPPORTED_MODEL_TYPES)})"
+    )
+
+
+_GENERIC_ARCHITECTURES = frozenset({"AutoModelForCausalLM", "ForCausalLM"})
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(
+            f"model config: quantization_config (quant_method={method!r}) is not supported; supported: unquantised "
+            "safetensors in float32, float16 or bfloat16, and GGUF"
+        )
+    sliding = raw.get("sliding_window")
+    layer_types = raw.get("layer_types") or []
+    if any(kind != "full_attention" for kind in layer_types):
+        raise ConfigError(
+            f"model config: layer_types contains {sorted(set(layer_types) - {'full_attention'})}; "
+            "supported: full_attention only"
+        )
+    if sliding is not None and raw.get("use_sliding_window", True) and not layer_types:
+        raise ConfigError(f"model config: sliding_window={sliding} is not supported; only full attention (null) is")
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(f"model config: hidden_act={activation!r} is not supported; supported: silu")
+
+
+def _rope_from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    settings = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope_type = settings.get("rope_type", settings.get("type", "default"))
+    if rope_type not in _ROPE_TYPES:
+        raise ConfigError(
+            f"model config: rope_type={rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
+        )
+    partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"model config: partial_rotary_factor={partial} is not supported; supported: 1.0")
+    theta = settings.get("rope_theta", raw.get("rope_theta", 10000.0))
+    original = settings.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    factor = settings.get("factor")
+    if factor is None and rope_type == "yarn" and original:
+        factor = max_positions / original
+    if factor is None and rope_type != "default":
+        raise ConfigError(f"model config: rope_type={rope_type!r} needs a factor, and there is none")
+    return RopeConfig(
+        theta=float(theta),
+        rope_type=rope_type,
+        factor=float(factor) if factor is not None else 1.0,
+        low_freq_factor=float(settings.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(settings.get("high_freq_factor", 4.0)),
+        original_max_position_embeddings=int(original or max_positions),
+        beta_fast=float(settings.get("beta_fast") or 32.0),
+        beta_slow=float(settings.get("beta_slow") or 1.0),
+        attention_factor=float(settings.get("attention_factor") or 0.0),
+        mscale=float(settings.get("mscale") or 0.0),
+        mscale_all_dim=float(settings.get("mscale_all_dim") or 0.0),
+        truncate=bool(settings.get("truncate", True)),
+    )
+
+
+def _rope_from_gguf(
+    raw: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int, ...]], max_positions: int
+) -> RopeConfig:
+    if "rope_freqs.weight" in tensor_shapes:
+        raise ConfigError("GGUF tensor rope_freqs.weight (per-dimension rotary factors) is not supported")
+    scaling = raw.get("rope.scaling.type", "none")
+    if scaling not in ("none", "linear", "yarn"):
+        raise ConfigError(f"GGUF rope.scaling.type={scaling!r} is not supported; supported: none, linear, yarn")
+    theta = float(raw.get("rope.freq_base", 10000.0))
+    if scaling == "none":
+        return RopeConfig(theta=theta, original_max_position_embeddings=max_positions)
+    return RopeConfig(
+        theta=theta,
+        rope_type=scaling,
+        factor=_number(raw, "rope.scaling.factor"),
+        original_max_position_embeddings=_integer(raw, "rope.scaling.original_context_length", default=max_positions),
+    )
+
+
+def _integer(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"model config: {key}={value!r} must be an integer")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"model config: {key}={value!r} must be a number")
+    return float(value)
+
+
+def _single_precision(value: float) -> float:
+    """The shortest decimal that a value stored in fp32 stands for (9.999999747378752e-06 is 1e-05)."""
+    rounded = float(f"{value:.6g}")
+    return rounded if math.isclose(rounded, value, rel_tol=1e-6) else value
+
+
+def _head_dim(hidden_size: int, num_heads: int) -> int:
+    if num_heads < 1 or hidden_size % num_heads:
+        raise ConfigError(
+            f"model config: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads} "
+            "where head_dim is not given"
+        )
+    return hidden_size // num_heads
+
+
+def _token_ids(key: str, value: object) -> tuple[int, ...]:
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ConfigError(f"model config: {key}={value!r} must be an integer or a list of integers")
+    return tuple(dict.fromkeys(ids))

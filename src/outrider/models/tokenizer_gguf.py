@@ -1,0 +1,102 @@
+"""A fast tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer that the file names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from outrider.errors import CheckpointError
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLIT_PATTERNS = {
+    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
+    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+}
+_SUPPORTED_PRE = ("default", "gpt-2", "smollm", *_SPLIT_PATTERNS)
+
+
+def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """Build the tokenizer; the result carries the file's chat template and special tokens."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or pre not in _SUPPORTED_PRE:
+        raise CheckpointError(
+            f"GGUF tokenizer.ggml.model={kind!r} with tokenizer.ggml.pre={pre!r} is not supported; "
+            f"supported: model gpt2 with pre {', '.join(_SUPPORTED_PRE)}"
+        )
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+    types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    if not tokens or len(types) != len(tokens):
+        raise CheckpointError(f"GGUF tokenizer: {len(tokens)} tokens but {len(types)} token types")
+    try:
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the tokenizers library raises bare Exception, e.g. for a merge outside the vocabulary
+        raise CheckpointError(f"GGUF tokenizer: {error}") from error
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = _post_processor(metadata, tokens)
+    tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
+    tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **_named_tokens(metadata, tokens),
+    )
+
+
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    if pre == "smollm":
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    if pre in _SPLIT_PATTERNS:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_SPLIT_PATTERNS[pre]), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _post_processor(metadata: Mapping[str, Any], tokens: list[str]) -> processors.PostProcessor:
+    """Adds the BOS token where the file says so."""
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    if not metadata.get("tokenizer.ggml.add_bos_token", False):
+        return byte_level
+    bos_id = metadata["tokenizer.ggml.bos_token_id"]
+    bos = tokens[bos_id]
+    template = processors.TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, bos_id)])
+    return processors.Sequence([byte_level, template])
+
+
+def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
+    special = kind == _CONTROL
+    return [
+        AddedToken(token, special=special, normalized=False)
+        for token, type_ in zip(tokens, types, strict=True)
+        if type_ == kind
+    ]
+
+
+def _named_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    """``bos_token``, ``eos_token``, ... as templates refer to them."""
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    named = {}
+    for key, name in names.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is None:
+            continue
+        if not 0 <= token_id < len(tokens):
+            raise CheckpointError(f"GGUF tokenizer: {key}_token_id={token_id} must lie in 0..{len(tokens) - 1}")
+        named[name] = tokens[token_id]
+    return named
