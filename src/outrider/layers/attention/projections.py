@@ -61,7 +61,7 @@ class AttentionProjections(nn.Module):
         return apply_rotary(self.k_norm(kv_NHD[:, : self.num_kv_heads]), phase), kv_NHD[:, self.num_kv_heads :]
 
     def _heads(self, projected_NX: Tensor) -> Tensor:
-        return projected_NX.view(projected_NX.shape[0], -1, self.head_dim)
+        return projected_NX.view(-1, projected_NX.shape[-1] // self.head_dim, self.head_dim)
 
     def output(self, attention_NHD: Tensor) -> Tensor:
         """Back to the hidden size: [N, M]."""
