@@ -1,0 +1,288 @@
+"""The DSpark drafter: one parallel pass over a block of slots, then a light head that walks them one by one.
+
+A round's block starts with the anchor (the last emitted token, at position p, never run through the target) followed
+by mask tokens. Every slot sees the projected target features of all positions < p, strictly, and all slots of its own
+block in both directions. With ``sample_from_anchor`` slot k predicts token p + 1 + k and the block has gamma rows;
+without it, masks sit at the positions they predict, row 0 predicts nothing, and ``slot_offset`` is 1.
+
+The context is projected once (``fc``, ``hidden_norm``) and shared by all layers, each of which makes its keys and
+values from it with the projections it also uses for block rows. Context passes neither the layers' norms nor the
+layers. Embedding and LM head are the target's own parameters; with a reduced draft vocabulary the head keeps some rows
+and ``draft_to_target_V`` says which target id each draft id is.
+
+Parameter names are DeepSpec's, but for the merged projections (see ``layers.linear.checkpoint_views``).
+
+Shape legend: N context rows, R requests, W block width, D hidden size, F tapped width, Vd draft vocabulary, r Markov
+rank, K rows that need logits, Hq/Hkv heads, E head dimension; in training B bins, C context rows of a bin, A anchors
+of a bin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.config import DrafterConfig
+from outrider.layers.attention.interface import AttentionBackend, BlockMetadata, LayerKV
+from outrider.layers.embedding import Embedding, LMHead
+from outrider.layers.linear import Linear
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import RotaryEmbedding, RotaryPhase
+from outrider.models.decoder import DecoderLayer
+
+
+class MarkovHead(nn.Module):
+    """A bias over the draft vocabulary from the token before (and, but for ``vanilla``, the slot's hidden state)."""
+
+    def __init__(self, config: DrafterConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        rank, hidden = config.markov_rank, config.decoder.hidden_size
+        self.rank, self.head_type = rank, config.markov_head_type
+        self.markov_w1 = Embedding(config.decoder.vocab_size, rank, dtype=dtype, device=device)
+        self.markov_w2 = Linear(rank, config.draft_vocab_size, bias=False, dtype=dtype, device=device)
+        if self.head_type == "gated":
+            self.gate_proj = Linear(hidden + rank, rank, bias=True, dtype=dtype, device=device)
+        elif self.head_type == "rnn":
+            self.joint_proj = Linear(2 * rank + hidden, 3 * rank, bias=True, dtype=dtype, device=device)
+
+    def features(self, prev_ids_R: Tensor, hidden_RD: Tensor, state_Rr: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``markov_w2`` turns into the bias, [R, r], and the next state."""
+        embedded_Rr = self.markov_w1(prev_ids_R)
+        if self.head_type == "gated":
+            gate_Rr = torch.sigmoid(self.gate_proj(torch.cat((hidden_RD, embedded_Rr), dim=-1)))
+            return gate_Rr * embedded_Rr, state_Rr
+        if self.head_type == "rnn":
+            joint_RX = self.joint_proj(torch.cat((state_Rr, embedded_Rr, hidden_RD), dim=-1))
+            gate_Rr, candidate_Rr, output_Rr = joint_RX.chunk(3, dim=-1)
+            gate_Rr = torch.sigmoid(gate_Rr)
+            return torch.tanh(output_Rr), gate_Rr * state_Rr + (1 - gate_Rr) * torch.tanh(candidate_Rr)
+        return embedded_Rr, state_Rr
+
+
+class ConfidenceHead(nn.Module):
+    """One logit a slot: will the draft of this slot be accepted, given that those before it were?"""
+
+    def __init__(self, config: DrafterConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        width = config.decoder.hidden_size + (config.markov_rank if config.confidence_head_with_markov else 0)
+        self.proj = Linear(width, 1, bias=True, dtype=dtype, device=device)
+
+    def forward(self, features_RX: Tensor) -> Tensor:
+        """fp32 [R], computed in fp32 whatever the weights' dtype: it decides how much is verified."""
+        bias = self.proj.bias
+        assert bias is not None
+        return F.linear(features_RX.float(), self.proj.weight.float(), bias.float()).squeeze(-1)
+
+
+class DSparkDrafter(nn.Module):
+    """A ``DrafterModel``. Its own parameters are created uninitialised, for a loader or a trainer to fill."""
+
+    draft_to_target_V: Tensor  # int64 [Vd]
+    markov_head: MarkovHead | None
+    confidence_head: ConfidenceHead | None
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        *,
+        embedding_VD: nn.Parameter,
+        lm_head_VD: nn.Parameter,
+        draft_to_target_V: Tensor,
+        backend: AttentionBackend,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``lm_head_VD`` has one row per draft id: the target's head itself, or its rows at ``draft_to_target_V``."""
+        super().__init__()
+        decoder = config.decoder
+        assert embedding_VD.shape == (decoder.vocab_size, decoder.hidden_size), tuple(embedding_VD.shape)
+        assert lm_head_VD.shape == (config.draft_vocab_size, decoder.hidden_size), tuple(lm_head_VD.shape)
+        assert draft_to_target_V.shape == (config.draft_vocab_size,), tuple(draft_to_target_V.shape)
+        self.config = config
+        self.backend = backend
+        self.slot_offset = 0 if config.sample_from_anchor else 1  # first row of a block that predicts something
+        hidden, eps, taps = decoder.hidden_size, decoder.rms_norm_eps, len(config.target_layer_ids)
+        self.embed_tokens = Embedding(0, hidden, dtype=dtype, device=device)
+        self.embed_tokens.weight = embedding_VD
+        self.lm_head = LMHead(lm_head_VD)
+        self.fc = Linear(taps * hidden, hidden, bias=False, dtype=dtype, device=device)
+        self.hidden_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(decoder, dtype=dtype, device=device) for _ in range(decoder.num_layers)
+        )
+        self.norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.markov_head = MarkovHead(config, dtype=dtype, device=device) if config.markov_rank else None
+        self.confidence_head = (
+            ConfidenceHead(config, dtype=dtype, device=device) if config.enable_confidence_head else None
+        )
+        self.register_buffer("draft_to_target_V", draft_to_target_V.to(device, torch.int64), persistent=False)
+        self.rotary = RotaryEmbedding(
+            decoder.rope,
+            head_dim=decoder.head_dim,
+            max_position_embeddings=decoder.max_position_embeddings,
+            device=device,
+        )
+
+    def _draft_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
+
+    # The parallel pass.
+
+    def project_context(self, taps_NF: Tensor) -> Tensor:
+        """[N, D], what every layer makes its context keys and values from."""
+        context_ND: Tensor = self.hidden_norm(self.fc(taps_NF.to(self.fc.weight.dtype)))
+        return context_ND
+
+    def write_context(
+        self,
+        taps_NF: Tensor,
+        positions_N: Tensor,
+        kv_caches: Sequence[LayerKV],
+        slot_mapping_N: Tensor,
+    ) -> None:
+        """Store every layer's keys and values of committed positions; rows with slot -1 are skipped."""
+        assert len(kv_caches) == len(self.layers), f"{len(kv_caches)} caches for {len(self.layers)} draft layers"
+        context_ND, phase = self.project_context(taps_NF), self.rotary(positions_N)
+        for layer, kv in zip(self._draft_layers(), kv_caches, strict=True):
+            key, value = layer.self_attn.key_value(context_ND, phase)
+            self.backend.write_kv(kv, key_NHD=key, value_NHD=value, slot_mapping_N=slot_mapping_N)
+
+    def forward(
+        self,
+        anchor_ids_R: Tensor,
+        anchor_positions_R: Tensor,
+        kv_caches: Sequence[LayerKV],
+        metadata: BlockMetadata,
+    ) -> Tensor:
+        """Hidden of every block row after the final norm: [R, W, D]."""
+        width = self.config.block_width
+        assert metadata.block_width == width, f"metadata is for blocks of {metadata.block_width} rows, not {width}"
+        residual_ND, phase = self._embed_blocks(anchor_ids_R, anchor_positions_R)  # N = R * W here
+        for layer, kv in zip(self._draft_layers(), kv_caches, strict=True):
+            query, key, value = layer.self_attn.query_key_value(layer.input_layernorm(residual_ND), phase)
+            attention = self.backend.block(
+                query, kv, metadata, key_NHD=key, value_NHD=value, scale=layer.self_attn.scale
+            )
+            residual_ND = layer.add_mlp(residual_ND + layer.self_attn.output(attention))
+        hidden_ND: Tensor = self.norm(residual_ND)
+        return hidden_ND.view(-1, width, hidden_ND.shape[-1])
+
+    def forward_packed(
+        self,
+        taps_BCF: Tensor,
+        positions_BC: Tensor,
+        anchor_ids_BA: Tensor,
+        anchor_positions_BA: Tensor,
+        visible_BAC: Tensor,
+    ) -> Tensor:
+        """The training pass: many anchors over packed context, no pool. [B, A, W, D].
+
+        visible_BAC says which context rows each anchor may see: those of its own sequence at positions below its own.
+        """
+        bins, context = positions_BC.shape
+        anchors, width = anchor_ids_BA.shape[1], self.config.block_width
+        context_ND = self.project_context(taps_BCF.flatten(0, 1))
+        context_phase = self.rotary(positions_BC.flatten())
+        residual_ND, phase = self._embed_blocks(anchor_ids_BA.flatten(), anchor_positions_BA.flatten())
+        seen_BAWC = visible_BAC[:, :, None, :].expand(-1, -1, width, -1)
+        for layer in self._draft_layers():
+            projections = layer.self_attn
+            query, key, value = projections.query_key_value(layer.input_layernorm(residual_ND), phase)
+            context_key, context_value = projections.key_value(context_ND, context_phase)
+            attention = _packed_attention(
+                query.view(bins, anchors, width, *query.shape[1:]),
+                block_key=key.view(bins, anchors, width, *key.shape[1:]),
+                block_value=value.view(bins, anchors, width, *value.shape[1:]),
+                context_key=context_key.view(bins, context, *context_key.shape[1:]),
+                context_value=context_value.view(bins, context, *context_value.shape[1:]),
+                seen_BAWC=seen_BAWC,
+                scale=projections.scale,
+            )
+            residual_ND = layer.add_mlp(residual_ND + projections.output(attention.flatten(0, 2)))
+        hidden_ND: Tensor = self.norm(residual_ND)
+        return hidden_ND.view(bins, anchors, width, -1)
+
+    def _embed_blocks(self, anchor_ids_R: Tensor, anchor_positions_R: Tensor) -> tuple[Tensor, RotaryPhase]:
+        """Residual stream [R * W, D] and rotary phase of the blocks [anchor, mask, ...] at p, p + 1, ..."""
+        width = self.config.block_width
+        masks_RX = anchor_ids_R.new_full((anchor_ids_R.shape[0], width - 1), self.config.mask_token_id)
+        block_ids_RW = torch.cat((anchor_ids_R[:, None], masks_RX), dim=1)
+        offsets_W = torch.arange(width, device=anchor_positions_R.device)
+        positions_RW = anchor_positions_R[:, None] + offsets_W
+        residual_ND: Tensor = self.embed_tokens(block_ids_RW.flatten())
+        return residual_ND.to(self.fc.weight.dtype), self.rotary(positions_RW.flatten())
+
+    def compute_base_logits(self, hidden_KD: Tensor) -> Tensor:
+        """fp32 [K, Vd], without the Markov bias."""
+        logits_KV: Tensor = self.lm_head(hidden_KD)
+        return logits_KV
+
+    # The sequential head: one call per slot, in order. prev_ids are target ids; the first is the anchor.
+
+    def markov_state(self, num_requests: int) -> Tensor:
+        """The state before the first slot, [R, r]; only the rnn head changes it."""
+        return self.fc.weight.new_zeros(num_requests, self.config.markov_rank)
+
+    def markov_features(self, prev_ids_R: Tensor, hidden_RD: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``markov_w2`` multiplies, [R, r] (r = 0 without a head), and the next state."""
+        if self.markov_head is None:
+            return state, state
+        features_Rr, state = self.markov_head.features(prev_ids_R, hidden_RD, state)
+        return features_Rr, state
+
+    def markov_bias(self, prev_ids_R: Tensor, hidden_RD: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 bias [R, Vd] to the slot's base logits, and the next state."""
+        if self.markov_head is None:
+            return hidden_RD.new_zeros((hidden_RD.shape[0], self.config.draft_vocab_size), dtype=torch.float32), state
+        features_Rr, state = self.markov_features(prev_ids_R, hidden_RD, state)
+        bias_RV: Tensor = self.markov_head.markov_w2(features_Rr).float()
+        return bias_RV, state
+
+    def confidence_logits(self, hidden_RD: Tensor, prev_ids_R: Tensor) -> Tensor:
+        """fp32 [R]; only for drafters with a confidence head."""
+        assert self.confidence_head is not None, "this drafter has no confidence head"
+        if self.config.confidence_head_with_markov:
+            assert self.markov_head is not None
+            hidden_RD = torch.cat((hidden_RD, self.markov_head.markov_w1(prev_ids_R)), dim=-1)
+        logits_R: Tensor = self.confidence_head(hidden_RD)
+        return logits_R
+
+
+def _packed_attention(
+    query_BAWHE: Tensor,
+    *,
+    block_key: Tensor,  # [B, A, W, Hkv, E], as block_value
+    block_value: Tensor,
+    context_key: Tensor,  # [B, C, Hkv, E], as context_value
+    context_value: Tensor,
+    seen_BAWC: Tensor,
+    scale: float,
+) -> Tensor:
+    """One softmax over the visible context and the own block: [B, A, W, Hq, E].
+
+    Context scores are one matmul per bin; block scores are W x W per anchor, so nothing is A * W wide but the queries.
+    """
+    bins, anchors, width, heads, size = query_BAWHE.shape
+    kv_heads, context = context_key.shape[2], context_key.shape[1]
+    share = heads // kv_heads
+    query = query_BAWHE.view(bins, anchors, width, kv_heads, share, size) * scale
+    query = query.permute(0, 3, 1, 4, 2, 5)  # [B, Hkv, A, share, W, E]
+    rows = query.reshape(bins, kv_heads, anchors * share * width, size)
+    scores = rows @ context_key.permute(0, 2, 3, 1)  # [B, Hkv, A * share * W, C]
+    scores = scores.view(bins, kv_heads, anchors, share, width, context)
+    scores = scores.masked_fill(~seen_BAWC[:, None, :, None], float("-inf"))
+    own_key, own_value = block_key.permute(0, 3, 1, 2, 4), block_value.permute(0, 3, 1, 2, 4)  # [B, Hkv, A, W, E]
+    folded = query.reshape(bins, kv_heads, anchors, share * width, size)
+    own = folded @ own_key.transpose(-1, -2)  # [B, Hkv, A, share * W, W]
+    probs = torch.cat((scores, own.view(bins, kv_heads, anchors, share, width, width)), dim=-1)
+    probs = torch.softmax(probs, dim=-1, dtype=torch.float32).to(query.dtype)
+    mixed = probs[..., :context].reshape(*rows.shape[:-1], context) @ context_value.permute(0, 2, 1, 3)
+    mixed = mixed.view(bins, kv_heads, anchors, share * width, size)
+    mixed = mixed + probs[..., context:].reshape(own.shape) @ own_value
+    mixed = mixed.view(bins, kv_heads, anchors, share, width, size)
+    return mixed.permute(0, 2, 4, 1, 3, 5).reshape(bins, anchors, width, heads, size)

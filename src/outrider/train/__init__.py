@@ -1,0 +1,1 @@
+"""Training a drafter: prompts, generated data, anchors, losses, the trainer, evaluation, export."""

@@ -1,0 +1,286 @@
+"""The target asks, the target answers: batched generation that records features as it goes.
+
+Contract: a fixed number of lanes, each with its own static stretch of keys and values. Every step feeds each lane one
+token and takes one: from the lane's script while that has one (template text, given questions), else sampled. A lane
+whose question is the target's own samples it until the end of the user's turn; then the rest of the chat template is
+scripted and the answer is sampled at the lane's temperature. Finished lanes start again at the end of the template
+head, whose keys, values and features are the same for every question and stay in place.
+
+Shape legend: B lanes, L longest sequence, F tapped width, D hidden size, H/K heads and key/value heads, S = B * L.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
+from outrider.models.decoder import Decoder
+from outrider.models.tokenizer import Tokenizer
+from outrider.train.data import SequenceRows, TokenStore
+from outrider.train.fast_ops import decode_attention, sample_rows
+from outrider.train.prompts import QuestionFilter
+
+_MARK = "\u241eQUESTION\u241e"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSettings:
+    lanes: int
+    max_question_tokens: int
+    max_answer_tokens: int
+    temperatures: tuple[float, ...]  # of the answers, in turn
+    question_temperature: float
+    question_top_p: float
+    own_question_share: float  # of the questions, how many the target asks itself
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFrame:
+    """The chat template around one question: ``head`` question ``tail`` answer."""
+
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatFrame:
+        """Without a chat template the frame is empty but for one end token, and the target cannot ask itself."""
+        if not tokenizer.has_chat_template:
+            return cls(head=tokenizer.eos_token_ids[:1], tail=())
+        text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], add_generation_prompt=True)
+        before, found, after = text.partition(_MARK)
+        if not found:
+            raise ConfigError("the chat template does not show the user's message; questions cannot be framed")
+        return cls(
+            head=tuple(tokenizer.encode(before, add_special_tokens=False)),
+            tail=tuple(tokenizer.encode(after, add_special_tokens=False)),
+        )
+
+
+class StaticAttention:
+    """``AttentionBackend`` of the generator: lane b owns slots b * L .. b * L + L, one query row per lane."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+
+    def write_kv(self, kv: LayerKV, *, key_NHD: Tensor, value_NHD: Tensor, slot_mapping_N: Tensor) -> None:
+        kv.key_SHD.index_copy_(0, slot_mapping_N, key_NHD)
+        kv.value_SHD.index_copy_(0, slot_mapping_N, value_NHD)
+
+    def causal(self, query_NHD: Tensor, kv: LayerKV, metadata: CausalMetadata, *, scale: float) -> Tensor:
+        assert metadata.max_query_len == 1, f"the generator feeds one row a lane, not {metadata.max_query_len}"
+        shape = (self.lanes, -1, *kv.key_SHD.shape[1:])
+        key, value = kv.key_SHD.view(shape), kv.value_SHD.view(shape)
+        return decode_attention(query_NHD, key, value, metadata.seq_lens_R, scale=scale)
+
+    def block(
+        self,
+        query_NHD: Tensor,
+        kv: LayerKV,
+        metadata: BlockMetadata,
+        *,
+        key_NHD: Tensor,
+        value_NHD: Tensor,
+        scale: float,
+    ) -> Tensor:
+        raise AssertionError("the generator runs no drafter")
+
+
+class Lanes:
+    """One generation in progress. ``run`` is the loop; everything else serves it."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        frame: ChatFrame,
+        settings: GenerationSettings,
+        *,
+        tap_layer_ids: tuple[int, ...],
+        stop_ids: tuple[int, ...],
+        questions: Iterator[list[int]],
+        admit: Callable[[list[int]], bool],
+    ) -> None:
+        config = target.config
+        if settings.own_question_share > 0 and not frame.tail:
+            raise ConfigError(
+                f"own_question_share={settings.own_question_share} needs a chat template that ends the user's turn"
+            )
+        self.target, self.frame, self.settings = target, frame, settings
+        self.tap_layer_ids, self.stop_ids = tap_layer_ids, stop_ids
+        self.questions, self.admit = questions, admit
+        self.longest = len(frame.head) + settings.max_question_tokens + len(frame.tail) + settings.max_answer_tokens
+        if self.longest > config.max_position_embeddings:
+            raise ConfigError(
+                f"question, answer and template take {self.longest} tokens, over max_position_embeddings="
+                f"{config.max_position_embeddings}"
+            )
+        B, L = settings.lanes, self.longest
+        dtype = target.embed_tokens.weight.dtype
+        shape = (B * L, config.num_kv_heads, config.head_dim)
+        self.kv = [LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in target.layers]
+        self.tokens_BL = torch.zeros(B, L, dtype=torch.int64)
+        self.script_BL = torch.full((B, L), -1, dtype=torch.int64)
+        self.taps_BLF = torch.zeros(B, L, len(tap_layer_ids) * config.hidden_size, dtype=torch.bfloat16)
+        self.hidden_BLD = torch.zeros(B, L, config.hidden_size, dtype=torch.bfloat16)
+        self.lse_BL = torch.zeros(B, L)
+        self.position_B = torch.zeros(B, dtype=torch.int64)
+        self.temperature_B = torch.zeros(B)
+        self.top_p_B = torch.ones(B)
+        self.answer_temperature = [0.0] * B
+        self.answer_start = [-1] * B  # position of the first answer token; -1: the target is still asking
+        self.answer_limit = [0] * B
+        self.started = 0
+        self.generator = torch.Generator().manual_seed(settings.seed)
+
+    @torch.inference_mode()
+    def run(self, store: TokenStore, *, stop: Callable[[TokenStore], bool], report: Callable[[int], None]) -> None:
+        """Generate until ``stop`` says so or the store is full; ``report`` gets the tokens of each step."""
+        head = torch.tensor(self.frame.head)
+        self.script_BL[:, : len(head)] = head
+        self.tokens_BL[:, 0] = head[0]
+        for lane in range(self.settings.lanes):
+            self._restart(lane, at=0)
+        while not stop(store):
+            lse_B, sampled_B = self._step()
+            if not self._take(lse_B, sampled_B, store):
+                break
+            report(self.settings.lanes)
+        store.flush()
+
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """Feed every lane its current token; log-sum-exp and a sample for the next position."""
+        B, L = self.settings.lanes, self.longest
+        lane_B, position_B = torch.arange(B), self.position_B
+        metadata = CausalMetadata(
+            query_start_loc_R1=torch.arange(B + 1, dtype=torch.int32),
+            seq_lens_R=(position_B + 1).to(torch.int32),
+            block_tables_RB=lane_B[:, None].to(torch.int32),
+            slot_mapping_N=lane_B * L + position_B,
+            kv_block_size=L,
+            max_query_len=1,
+            max_seq_len=L,
+        )
+        tokens_B = self.tokens_BL[lane_B, position_B]
+        output = self.target.forward(tokens_B, position_B, self.kv, metadata, self.tap_layer_ids)
+        self.taps_BLF[lane_B, position_B] = output.taps_NF.to(torch.bfloat16)
+        self.hidden_BLD[lane_B, position_B] = output.hidden_ND.to(torch.bfloat16)
+        logits_BV = torch.nn.functional.linear(output.hidden_ND, self.target.lm_head.weight)
+        return sample_rows(
+            logits_BV,
+            temperature_B=self.temperature_B,
+            top_p_B=self.top_p_B,
+            uniform_B=torch.rand(B, dtype=torch.float64, generator=self.generator),
+        )
+
+    def _take(self, lse_B: Tensor, sampled_B: Tensor, store: TokenStore) -> bool:
+        """Advance every lane by its next token; False when the store is full."""
+        lane_B = torch.arange(self.settings.lanes)
+        self.lse_BL[lane_B, self.position_B] = lse_B
+        self.position_B += 1
+        script_B = self.script_BL[lane_B, self.position_B]
+        next_B = torch.where(script_B >= 0, script_B, sampled_B)
+        self.tokens_BL[lane_B, self.position_B] = next_B
+        rows = zip(self.position_B.tolist(), script_B.tolist(), next_B.tolist(), strict=True)
+        for lane, (position, script, token) in enumerate(rows):
+            if script >= 0:
+                continue
+            if self.answer_start[lane] < 0:
+                self._question_token(lane, position, token)
+            elif token in self.stop_ids or position + 1 - self.answer_start[lane] >= self.answer_limit[lane]:
+                if not store.append(self._rows(lane, position + 1)):
+                    return False
+                if len(store.spans) % 64 == 0:
+                    store.flush()
+                self._restart(lane, at=len(self.frame.head) - 1)
+        return True
+
+    def _question_token(self, lane: int, position: int, token: int) -> None:
+        head = len(self.frame.head)
+        if token == self.frame.tail[0]:
+            if self.admit(self.tokens_BL[lane, head:position].tolist()):
+                self._answer_from(lane, position)
+            else:
+                self._restart(lane, at=head - 1)
+        elif token in self.stop_ids or position + 1 - head >= self.settings.max_question_tokens:
+            self._restart(lane, at=head - 1)
+
+    def _restart(self, lane: int, *, at: int) -> None:
+        """A new question in this lane, fed from position ``at`` (a position of the template head)."""
+        settings, head = self.settings, len(self.frame.head)
+        self.position_B[lane] = at
+        self.script_BL[lane, head:] = -1
+        self.answer_temperature[lane] = settings.temperatures[self.started % len(settings.temperatures)]
+        self.started += 1
+        own = float(torch.rand((), generator=self.generator)) < settings.own_question_share
+        if own:
+            self.answer_start[lane] = -1
+            self.temperature_B[lane], self.top_p_B[lane] = settings.question_temperature, settings.question_top_p
+            return
+        question = next(self.questions)
+        self.script_BL[lane, head : head + len(question)] = torch.tensor(question)
+        self._answer_from(lane, head + len(question))
+
+    def _answer_from(self, lane: int, position: int) -> None:
+        """Script the template's tail from ``position`` and sample the answer after it."""
+        tail = torch.tensor(self.frame.tail, dtype=torch.int64)
+        self.script_BL[lane, position : position + len(tail)] = tail
+        self.answer_start[lane] = position + len(tail)
+        most = self.settings.max_answer_tokens
+        self.answer_limit[lane] = int(torch.randint(most // 2, most + 1, (), generator=self.generator))
+        self.temperature_B[lane], self.top_p_B[lane] = self.answer_temperature[lane], 1.0
+
+    def _rows(self, lane: int, length: int) -> SequenceRows:
+        return SequenceRows(
+            tokens_N=self.tokens_BL[lane, :length],
+            answer_N=torch.arange(length) >= self.answer_start[lane],
+            taps_NF=self.taps_BLF[lane, :length],
+            hidden_ND=self.hidden_BLD[lane, :length],
+            lse_N=self.lse_BL[lane, :length],
+            temperature=self.answer_temperature[lane],
+        )
+
+
+def generate(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    store: TokenStore,
+    settings: GenerationSettings,
+    *,
+    tap_layer_ids: tuple[int, ...],
+    texts: Iterator[str],
+    question_filter: QuestionFilter,
+    max_seconds: float,
+    report: Callable[[int], None],
+) -> None:
+    """Fill ``store`` with the target's answers until it is full or ``max_seconds`` have passed."""
+
+    def encoded() -> Iterator[list[int]]:
+        for text in texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) <= settings.max_question_tokens and question_filter.admit(text):
+                yield ids
+
+    def admit(ids: list[int]) -> bool:
+        return question_filter.admit(tokenizer.decode(ids, skip_special_tokens=False))
+
+    started = time.monotonic()
+    backend, target.backend = target.backend, StaticAttention(settings.lanes)
+    try:
+        lanes = Lanes(
+            target,
+            ChatFrame.of(tokenizer),
+            settings,
+            tap_layer_ids=tap_layer_ids,
+            stop_ids=tokenizer.eos_token_ids,
+            questions=encoded(),
+            admit=admit,
+        )
+        lanes.run(store, stop=lambda _: time.monotonic() - started > max_seconds, report=report)
+    finally:
+        target.backend = backend
