@@ -34,6 +34,19 @@ def iterate_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{shard}: cannot be read ({error})") from error
 
 
+def tensor_headers(directory: Path) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of every tensor of the checkpoint in ``directory``, named as stored; no tensor is read."""
+    headers: dict[str, dict[str, Any]] = {}
+    for shard, names in _shards(directory).items():
+        entries = read_header(shard)
+        for name in names:
+            shape = entries[name].get("shape")
+            if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+                raise CheckpointError(f"{shard}: tensor {name!r} has a malformed shape {shape!r}")
+            headers[name] = entries[name]
+    return headers
+
+
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Tensor name to its header entry, checked: a JSON object, no duplicate, known dtypes, offsets within the file."""
     try:
