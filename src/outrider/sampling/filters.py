@@ -26,7 +26,7 @@ from torch import Tensor
 from outrider.sampling_params import SamplingParams
 
 SLACK = 1e-6
-_FEW, _MANY = 64, 1024  # candidates tried before the full sort
+_WIDTHS = (128, 1024, 8192)  # numbers of candidates tried before the full sort
 
 
 def filter_probs(logits_MV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -34,17 +34,13 @@ def filter_probs(logits_MV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab_size = logits_MV.shape[1]
     probs_MV = logits_MV.softmax(-1)
     out_MV = torch.zeros_like(probs_MV)
-    widths = [_num_candidates(p) for p in params]
-    for width in (_FEW, _MANY):
-        pending = [i for i, w in enumerate(widths) if w == width]
-        if pending and width < vocab_size:
-            pending = _filter_rows(logits_MV, probs_MV, out_MV, pending, params, num_candidates=width)
-        _filter_rows(logits_MV, probs_MV, out_MV, pending, params, num_candidates=vocab_size)
+    pending = list(range(len(params)))
+    for width in [w for w in _WIDTHS if w < vocab_size]:
+        now = [i for i in pending if params[i].top_k < width]
+        later = [i for i in pending if params[i].top_k >= width]
+        pending = later + _filter_rows(logits_MV, probs_MV, out_MV, now, params, num_candidates=width)
+    _filter_rows(logits_MV, probs_MV, out_MV, pending, params, num_candidates=vocab_size)
     return out_MV
-
-
-def _num_candidates(params: SamplingParams) -> int:
-    return _FEW if 0 < params.top_k < _FEW else _MANY
 
 
 def _filter_rows(
@@ -103,17 +99,16 @@ def _mass_of_prefix(mass_MK: Tensor, length_M: Tensor) -> Tensor:
 def ordered_candidates(logits_MV: Tensor, num_candidates: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first tokens in (logit descending, id ascending) order: values [M, K], ids [M, K], known [M].
 
-    The first ``known`` of a row are those of the full order; behind them come tokens that tie with the first one
-    left out, of which topk picked any.
+    The first ``known`` of a row are those of the full order. The others equal the last candidate: topk picks any of
+    equals, so the full order may continue with other ids. Hence known < K unless K is the whole vocabulary.
     """
     num_rows, vocab_size = logits_MV.shape
     if num_candidates >= vocab_size:
         values_MV, ids_MV = logits_MV.sort(dim=-1, descending=True, stable=True)
         return values_MV, ids_MV, torch.full((num_rows,), vocab_size, device=logits_MV.device)
-    values_MK, ids_MK = logits_MV.topk(num_candidates + 1, dim=-1)
+    values_MK, ids_MK = logits_MV.topk(num_candidates, dim=-1)
     if bool((values_MK[:, 1:] == values_MK[:, :-1]).any()):
         ids_MK, by_id_MK = ids_MK.sort(dim=-1)
         values_MK, by_value_MK = values_MK.gather(1, by_id_MK).sort(dim=-1, descending=True, stable=True)
         ids_MK = ids_MK.gather(1, by_value_MK)
-    known_M = (values_MK > values_MK[:, -1:]).sum(-1)
-    return values_MK[:, :-1], ids_MK[:, :-1], known_M
+    return values_MK, ids_MK, (values_MK > values_MK[:, -1:]).sum(-1)

@@ -141,20 +141,19 @@ def _last_tokens(
 ) -> list[int]:
     """The token behind the accepted drafts of each of S sampled requests; ``last_rows`` is where it is drawn."""
     device = dist.probs_NV.device
-    target_SV = dist.probs_NV[torch.tensor(last_rows, device=device)].double()
-    weights_SV = weights(target_SV)
+    probs_SV = dist.probs_NV[torch.tensor(last_rows, device=device)].double()
     lost = [s for s, is_rejected in enumerate(rejected) if is_rejected]
     if lost:
         index = torch.tensor(lost, device=device)
-        residual_LV = target_SV[index]
+        residual_LV = probs_SV[index]
         _subtract_draft(residual_LV, proposal, [requests[s] for s in lost], [num_accepted[requests[s]] for s in lost])
-        residual_weights_LV = weights(residual_LV.clamp_min_(0.0))
-        # No mass left means that p and q are equal but for rounding: then p is the residual's limit.
-        has_mass_L1 = (residual_weights_LV.sum(-1) > 0)[:, None]
-        weights_SV[index] = torch.where(has_mass_L1, residual_weights_LV, weights_SV[index])
+        residual_LV.clamp_min_(0.0)
+        # Too little mass to draw from means that p and q are equal but for rounding; p is then as good.
+        has_mass_L1 = (weights(residual_LV).sum(-1) > 0)[:, None]
+        probs_SV[index] = torch.where(has_mass_L1, residual_LV, probs_SV[index])
     roles = [Role.RECOVER if is_rejected else Role.TARGET for is_rejected in rejected]
     uniform_S = row_uniforms([rows[n] for n in last_rows], roles)
-    token_ids: list[int] = draw(weights_SV, uniform_S).tolist()
+    token_ids: list[int] = draw(probs_SV, uniform_S).tolist()
     return token_ids
 
 

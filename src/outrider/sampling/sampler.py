@@ -21,6 +21,7 @@ from outrider.sampling.random import Role, uniforms
 from outrider.sampling.state import LogitRow
 
 _WEIGHT_SCALE = 2.0**52
+_CHUNK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,11 @@ def sample_at(dist: Distribution, uniform_N: Tensor) -> Tensor:
         return dist.argmax_N
     sampled = ~dist.greedy_N
     if bool(sampled.all()):
-        return draw(weights(dist.probs_NV), uniform_N)
-    index = sampled.nonzero()[:, 0]
+        return draw(dist.probs_NV, uniform_N)
+    rows_S = sampled.nonzero()[:, 0]
+    device_rows_S = rows_S.to(dist.probs_NV.device)
     token_ids_N = dist.argmax_N.clone()
-    token_ids_N[index.to(token_ids_N.device)] = draw(
-        weights(dist.probs_NV[index.to(token_ids_N.device)]), uniform_N[index]
-    )
+    token_ids_N[device_rows_S] = draw(dist.probs_NV[device_rows_S], uniform_N[rows_S])
     return token_ids_N
 
 
@@ -78,13 +78,23 @@ def weights(probs_NV: Tensor) -> Tensor:
     return (probs_NV.double() * _WEIGHT_SCALE).long()
 
 
-def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """Invert the cumulative weights at uniform numbers in [0, 1); every row's total must be positive. int64 [N]."""
-    cumulative_NV = weights_NV.cumsum(-1)
+def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """Invert the cumulative probabilities at uniform numbers in [0, 1); int64 [N]. Rows need not sum to exactly 1."""
+    num_rows, vocab_size = probs_NV.shape
+    uniform_N = uniform_N.to(probs_NV.device)
+    # On a CPU a few rows at a time: their 8-byte temporaries stay in cache.
+    step = max(1, _CHUNK_ELEMENTS // vocab_size) if probs_NV.device.type == "cpu" else max(1, num_rows)
+    chunks = [slice(start, start + step) for start in range(0, num_rows, step)]
+    return torch.cat([_draw(probs_NV[chunk], uniform_N[chunk]) for chunk in chunks])
+
+
+def _draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    cumulative_NV = weights(probs_NV).cumsum(-1)
     total_N = cumulative_NV[:, -1]
-    target_N = torch.minimum((uniform_N.to(total_N.device) * total_N.double()).long(), total_N - 1)
+    target_N = torch.minimum((uniform_N * total_N.double()).long(), total_N - 1)
     # The first token whose cumulative weight exceeds the target has a weight above zero itself.
-    return torch.searchsorted(cumulative_NV, target_N[:, None], right=True)[:, 0]
+    token_ids_N = torch.searchsorted(cumulative_NV, target_N[:, None], right=True)[:, 0]
+    return token_ids_N.clamp_(max=probs_NV.shape[1] - 1)  # a row of NaN still gives an id: its mates go on
 
 
 def compute_logprobs(logits_NV: Tensor, token_ids_N: Tensor, num_top: Sequence[int]) -> list[RawLogprobs]:
@@ -111,7 +121,7 @@ def _top_logprobs(logits_NV: Tensor, logprobs_NV: Tensor, num_top: Sequence[int]
     most = min(max(num_top), logits_NV.shape[1])
     if most == 0:
         return [()] * len(num_top)
-    _, ids_NK, known_N = ordered_candidates(logits_NV, most)
+    _, ids_NK, known_N = ordered_candidates(logits_NV, most + 1)
     if bool((known_N < most).any()):  # ties at the cut: the full order says which of them come first
         ids_NK = ordered_candidates(logits_NV, logits_NV.shape[1])[1][:, :most]
     values = logprobs_NV.gather(1, ids_NK).tolist()
