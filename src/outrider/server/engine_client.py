@@ -15,15 +15,15 @@ class ChatTokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """Raises InvalidRequestError where the template rejects the messages."""
+        ...
 
 
 class AsyncEngineClient(Protocol):
-    """An engine seen from an event loop. Every method may be called from that loop alone."""
+    """An engine seen from an event loop; its methods are for that loop alone."""
 
     @property
     def model_name(self) -> str: ...

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from outrider.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
+ENGINE_DEAD = "the engine has ended by an error; the server must be restarted"
 RETRY_AFTER_S = "1"  # a decode step is short, so the queue moves within a second
 
 
@@ -73,7 +74,7 @@ def to_api_error(error: Exception) -> ApiError:
                 headers={"Retry-After": RETRY_AFTER_S},
             )
         case EngineDeadError():
-            return unavailable(str(error), code="engine_dead")
+            return unavailable(ENGINE_DEAD, code="engine_dead")
         case HTTPException():
             return ApiError(
                 status=error.status_code,

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from jinja2 import TemplateError
-
 from outrider.server.engine_client import AsyncEngineClient
 from outrider.server.errors import bad_request
 from outrider.server.protocol import ChatMessage
@@ -62,10 +60,7 @@ class PromptEncoder:
                 code="no_chat_template",
             )
         conversation = [message.for_template() for message in messages]
-        try:
-            text = await self._on_thread(lambda: tokenizer.apply_chat_template(conversation))
-        except TemplateError as error:
-            raise bad_request(f"messages do not fit the model's chat template: {error}", param="messages") from None
+        text = await self._on_thread(lambda: tokenizer.apply_chat_template(conversation, add_generation_prompt=True))
         # The template writes the special tokens itself.
         ids = await self._on_thread(lambda: tokenizer.encode(text, add_special_tokens=False))
         return [self._checked(Prompt(text=text, token_ids=tuple(ids)), param="messages")]

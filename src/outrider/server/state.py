@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from outrider.server.config import ServerConfig
 from outrider.server.engine_client import AsyncEngineClient
-from outrider.server.errors import bad_request, unavailable
+from outrider.server.errors import ENGINE_DEAD, bad_request, unavailable
 from outrider.server.metrics import ServerMetrics
 from outrider.server.prompts import PromptEncoder
 from outrider.server.validation import show
@@ -29,7 +29,7 @@ class ServerState:
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="shutting_down")
         if not self.engine.healthy:
-            raise unavailable("the engine has ended by an error; the server must be restarted", code="engine_dead")
+            raise unavailable(ENGINE_DEAD, code="engine_dead")
 
     @contextmanager
     def admit(self) -> Iterator[None]:
