@@ -62,6 +62,20 @@ def test_freed_blocks_stay_known_until_they_are_evicted_longest_prefix_first() -
     assert manager.num_cached == 0
 
 
+def test_freed_blocks_without_contents_are_reused_before_cached_ones() -> None:
+    manager = make_manager(num_blocks=2)
+    table = computed_table(manager, 4)
+    cached = list(table)
+    assert manager.allocate(table, 8)
+    (plain,) = table[1:]
+    other: list[int] = []
+    manager.free(table[:1])
+    manager.free(table[1:])  # released last, reused first
+    assert manager.allocate(other, 4)
+    assert other == [plain]
+    assert manager.match_prefix(range(5)) == (cached, 4)
+
+
 def test_acquire_shares_what_matches() -> None:
     manager = make_manager()
     table = computed_table(manager, 10)
