@@ -40,6 +40,7 @@ def test_views_list_a_shared_parameter_once() -> None:
 def test_forward_from_skips_the_shards_before() -> None:
     linear = MergedLinear(3, {"a": 2, "b": 4, "c": 1}, bias=True)
     nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(0))
+    assert linear.bias is not None
     nn.init.normal_(linear.bias, generator=torch.Generator().manual_seed(1))
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(linear.forward_from(x, first_shard="b"), linear(x)[:, 2:])

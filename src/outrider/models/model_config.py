@@ -109,7 +109,8 @@ def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     """The architecture by name; by ``model_type`` where the name says nothing."""
-    names = [name for name in raw.get("architectures") or [] if isinstance(name, str)]
+    listed = raw.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list | tuple) else []
     known = set(SUPPORTED_MODEL_TYPES.values())
     for name in names:
         if name in known:
@@ -128,8 +129,9 @@ _GENERIC_ARCHITECTURES = frozenset({"AutoModelForCausalLM", "ForCausalLM"})
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ConfigError(
             f"model config: quantization_config (quant_method={method!r}) is not supported; supported: unquantised "
             "safetensors in float32, float16 or bfloat16, and GGUF"
@@ -149,36 +151,58 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    settings = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    settings: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = raw.get(key) or {}
+        if not isinstance(value, Mapping) or any(isinstance(part, Mapping) for part in value.values()):
+            raise ConfigError(f"model config: {key}={value!r} is not supported; supported: one flat object")
+        settings.update(value)
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if rope_type not in _ROPE_TYPES:
         raise ConfigError(
             f"model config: rope_type={rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
         )
     partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    if partial not in (None, 1.0):
         raise ConfigError(f"model config: partial_rotary_factor={partial} is not supported; supported: 1.0")
-    theta = settings.get("rope_theta", raw.get("rope_theta", 10000.0))
-    original = settings.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    factor = settings.get("factor")
-    if factor is None and rope_type == "yarn" and original:
-        factor = max_positions / original
-    if factor is None and rope_type != "default":
-        raise ConfigError(f"model config: rope_type={rope_type!r} needs a factor, and there is none")
-    return RopeConfig(
-        theta=float(theta),
-        rope_type=rope_type,
-        factor=float(factor) if factor is not None else 1.0,
-        low_freq_factor=float(settings.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(settings.get("high_freq_factor", 4.0)),
-        original_max_position_embeddings=int(original or max_positions),
-        beta_fast=float(settings.get("beta_fast") or 32.0),
-        beta_slow=float(settings.get("beta_slow") or 1.0),
-        attention_factor=float(settings.get("attention_factor") or 0.0),
-        mscale=float(settings.get("mscale") or 0.0),
-        mscale_all_dim=float(settings.get("mscale_all_dim") or 0.0),
-        truncate=bool(settings.get("truncate", True)),
+    original = _integer(settings, "original_max_position_embeddings", default=0) or _integer(
+        raw, "original_max_position_embeddings", default=0
     )
+    factor = _number(settings, "factor", default=1.0)
+    if settings.get("factor") is None and rope_type == "yarn" and original:
+        factor = max_positions / original
+    elif settings.get("factor") is None and rope_type != "default":
+        raise ConfigError(f"model config: rope_type={rope_type!r} needs a factor, and there is none")
+    return _checked_rope(
+        RopeConfig(
+            theta=_number(settings, "rope_theta", default=10000.0),
+            rope_type=rope_type,
+            factor=factor,
+            low_freq_factor=_number(settings, "low_freq_factor", default=1.0),
+            high_freq_factor=_number(settings, "high_freq_factor", default=4.0),
+            original_max_position_embeddings=original or max_positions,
+            beta_fast=_number(settings, "beta_fast", default=32.0),
+            beta_slow=_number(settings, "beta_slow", default=1.0),
+            attention_factor=_number(settings, "attention_factor", default=0.0),
+            mscale=_number(settings, "mscale", default=0.0),
+            mscale_all_dim=_number(settings, "mscale_all_dim", default=0.0),
+            truncate=bool(settings.get("truncate", True)),
+        )
+    )
+
+
+def _checked_rope(rope: RopeConfig) -> RopeConfig:
+    """Values the formulas divide by, or take the logarithm of, must be positive."""
+    for name in ("theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        value = getattr(rope, name)
+        if not value > 0:
+            raise ConfigError(f"model config: rope {name}={value:g} must be positive")
+    if rope.rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ConfigError(
+            f"model config: rope low_freq_factor={rope.low_freq_factor:g} must be less than "
+            f"high_freq_factor={rope.high_freq_factor:g}"
+        )
+    return rope
 
 
 def _rope_from_gguf(
@@ -189,14 +213,18 @@ def _rope_from_gguf(
     scaling = raw.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear", "yarn"):
         raise ConfigError(f"GGUF rope.scaling.type={scaling!r} is not supported; supported: none, linear, yarn")
-    theta = float(raw.get("rope.freq_base", 10000.0))
+    theta = _number(raw, "rope.freq_base", default=10000.0)
     if scaling == "none":
-        return RopeConfig(theta=theta, original_max_position_embeddings=max_positions)
-    return RopeConfig(
-        theta=theta,
-        rope_type=scaling,
-        factor=_number(raw, "rope.scaling.factor"),
-        original_max_position_embeddings=_integer(raw, "rope.scaling.original_context_length", default=max_positions),
+        return _checked_rope(RopeConfig(theta=theta, original_max_position_embeddings=max_positions))
+    return _checked_rope(
+        RopeConfig(
+            theta=theta,
+            rope_type=scaling,
+            factor=_number(raw, "rope.scaling.factor"),
+            original_max_position_embeddings=_integer(
+                raw, "rope.scaling.original_context_length", default=max_positions
+            ),
+        )
     )
 
 
