@@ -14,6 +14,7 @@ from typing import Literal
 from outrider.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16"]
+ProposerName = Literal["none", "lookup", "dspark"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 
@@ -169,7 +170,7 @@ class EngineConfig:
     kv_block_size: int
     num_kv_blocks: int
     max_num_waiting: int
-    proposer: Literal["none", "lookup", "dspark"]
+    proposer: ProposerName
     drafter_path: str  # "" without a drafter
     num_speculative_tokens: int  # 0 without a proposer
     draft_confidence_threshold: float

@@ -144,7 +144,11 @@ class AsyncEngine:
             return
         loop = asyncio.get_running_loop()
         taken = asyncio.Event()
-        self._commands.put(lambda: loop.call_soon_threadsafe(taken.set) and None)
+
+        def mark() -> None:
+            loop.call_soon_threadsafe(taken.set)
+
+        self._commands.put(mark)
         while self._thread.is_alive() and not taken.is_set():
             try:
                 await asyncio.wait_for(taken.wait(), timeout=0.5)

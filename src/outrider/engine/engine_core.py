@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -101,7 +102,8 @@ class EngineCore:
         self._communicator = communicator
         self._widths = PassWidths(draft=proposer.draft_width, verify=1 + proposer.num_speculative_tokens)
         self._groups: dict[str, RequestGroup] = {}
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, Sequence] = {}  # unfinished ones, by the scheduler's request id
+        self._group_of: dict[str, RequestGroup] = {}  # of the same ids
         self._seeds = random.Random(config.seed)
         self._spec = SpecAccumulator()
         self._num_steps = 0
@@ -144,7 +146,9 @@ class EngineCore:
                 self._scheduler.abort(sequence.request.request_id)
             raise
         self._groups[request_id] = group
-        self._sequences.update((s.request.request_id, s) for s in group.sequences)
+        for sequence in group.sequences:
+            self._sequences[sequence.request.request_id] = sequence
+            self._group_of[sequence.request.request_id] = group
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request wherever it stands, between steps; its last snapshot, or None if there is none of this id."""
@@ -154,8 +158,9 @@ class EngineCore:
         for sequence in group.sequences:
             if sequence.finish_reason is None:
                 self._scheduler.abort(sequence.request.request_id)
-                self._end(sequence, "abort")
-        return self._snapshot(group)
+                sequence.end("abort")
+                self._forget(sequence)
+        return group.output()
 
     # ---- the step
 
@@ -168,7 +173,7 @@ class EngineCore:
         windows = self._choose_verify_lengths(schedule.decodes, proposal)
         verified = self._verify(plan, windows)
         emissions += self._accept(windows, proposal, verified)
-        return self._commit(schedule, emissions, verified)
+        return self._commit(emissions, verified)
 
     def _agree(self, schedule: SchedulerOutput) -> StepPlan:
         """One row of integers from every rank, one plan for all of them."""
@@ -200,18 +205,17 @@ class EngineCore:
             for chunk in chunks
         ]
         output = self._runner.run(self._builder.prefill(pass_plan, rows))
-        self._proposer.write_context(
-            taps_NF=output.taps_NF, positions_N=output.positions_N, slots_N=output.slots_N
-        )
+        self._proposer.write_context(taps_NF=output.taps_NF, positions_N=output.positions_N, slots_N=output.slots_N)
         sampling = [self._sequences[chunk.request.request_id] for chunk in chunks if chunk.samples]
         logit_rows = [
             LogitRow(s.state, (), s.request.num_prompt_tokens, s.request.num_prompt_tokens - 1) for s in sampling
         ]
         tokens = sample(process(output.logits_KV, logit_rows), logit_rows).tolist() if sampling else []
-        logprobs = self._logprobs(output, [(s, row, (token,)) for row, (s, token) in enumerate(zip(sampling, tokens))])
+        logprobs = self._logprobs(
+            output, [(s, row, (token,)) for row, (s, token) in enumerate(zip(sampling, tokens, strict=True))]
+        )
         first = {
-            s.request.request_id: ((token,), found)
-            for s, token, found in zip(sampling, tokens, logprobs, strict=True)
+            s.request.request_id: ((token,), found) for s, token, found in zip(sampling, tokens, logprobs, strict=True)
         }
         nothing: tuple[tuple[int, ...], Seq[RawLogprobs]] = ((), ())
         emissions = []
@@ -279,7 +283,7 @@ class EngineCore:
         accepted = accept(
             dist=process(verified.logits_KV, logit_rows), rows=logit_rows, proposal=proposal, widths=widths
         )
-        starts = [sum(widths[:i]) for i in range(len(widths))] if len(widths) < 2 else _starts(widths)
+        starts = [0, *accumulate(widths)][:-1]
         logprobs = self._logprobs(
             verified, [(w.sequence, start, a.token_ids) for w, start, a in zip(windows, starts, accepted, strict=True)]
         )
@@ -294,3 +298,128 @@ class EngineCore:
             )
             for window, result, found, start in zip(windows, accepted, logprobs, starts, strict=True)
         ]
+
+    def _logprobs(self, output: TargetOutput, spans: Seq[tuple[Sequence, int, Seq[int]]]) -> list[Seq[RawLogprobs]]:
+        """Of each span (sequence, first logit row, its tokens) one entry a token, where the sequence asks for them."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        num_top: list[int] = []
+        for sequence, start, token_ids in spans:
+            if sequence.params.logprobs is not None:
+                rows += range(start, start + len(token_ids))
+                tokens += token_ids
+                num_top += [sequence.params.logprobs] * len(token_ids)
+        if not rows:
+            return [()] * len(spans)
+        found = iter(compute_logprobs(output.logits_KV[rows], torch.tensor(tokens), num_top))
+        return [
+            [next(found) for _ in token_ids] if sequence.params.logprobs is not None else ()
+            for sequence, _, token_ids in spans
+        ]
+
+    def _commit(self, emissions: Seq[Emission], verified: TargetOutput | None) -> list[RequestOutput]:
+        """Make output what comes before each first stop event, and write state for those positions only."""
+        changed: dict[str, RequestGroup] = {}
+        kept_rows: list[int] = []
+        commits: list[tuple[Emission, int]] = []
+        for emission in emissions:
+            num_kept = self._take(emission)
+            commits.append((emission, num_kept))
+            if emission.num_offered >= 0:
+                kept_rows += range(emission.first_row, emission.first_row + num_kept)
+        if verified is not None:
+            self._proposer.write_context(
+                taps_NF=verified.taps_NF[kept_rows],
+                positions_N=verified.positions_N[kept_rows],
+                slots_N=verified.slots_N[kept_rows],
+            )
+        for emission, num_kept in commits:
+            self._commit_one(emission, num_kept, changed)
+        self._num_steps += 1
+        return [group.output() for group in changed.values()]
+
+    def _take(self, emission: Emission) -> int:
+        """Hand tokens to their sequence. A failure here (a tokenizer's, say) ends that request alone."""
+        sequence = emission.sequence
+        if not emission.token_ids:
+            return 0
+        try:
+            return sequence.take(emission.token_ids, emission.logprobs)
+        except Exception as error:
+            logger.exception("request %s failed", sequence.request.request_id)
+            sequence.finish_reason = None
+            sequence.end("error", error=f"{type(error).__name__}: {error}")
+            return 0
+
+    def _commit_one(self, emission: Emission, num_kept: int, changed: dict[str, RequestGroup]) -> None:
+        sequence, request = emission.sequence, emission.sequence.request
+        group = self._group_of[request.request_id]
+        group.note_scheduled()
+        if sequence.finish_reason == "error":
+            self._scheduler.finish(request, "error")
+        else:
+            from_prefill = emission.num_offered < 0
+            self._scheduler.commit(
+                request,
+                num_new_computed=emission.num_computed if from_prefill else num_kept,
+                new_token_ids=emission.token_ids[:num_kept],
+                finish_reason=sequence.finish_reason,
+            )
+            self._count(emission, num_kept)
+        if num_kept or sequence.finish_reason is not None:
+            group.note_token()
+            changed[group.request_id] = group
+        if sequence.finish_reason is not None:
+            self._forget(sequence)
+
+    def _count(self, emission: Emission, num_kept: int) -> None:
+        self._num_generated_tokens += num_kept
+        if emission.num_offered < 0:
+            self._num_prompt_tokens += emission.num_computed
+            return
+        accepted = min(num_kept, len(emission.token_ids) - 1)
+        for spec in (self._spec, emission.sequence.spec):
+            spec.add_round(offered=emission.num_offered, accepted=accepted, emitted=num_kept)
+
+    # ---- bookkeeping
+
+    def _new_sequence(self, group: RequestGroup, index: int, *, seed: int) -> Sequence:
+        request = Request.create(
+            request_id=f"{group.request_id}/{index}",
+            prompt_token_ids=group.prompt_token_ids,
+            params=group.params,
+            arrival_time=group.arrival_time,
+            max_model_len=self.config.max_model_len,
+        )
+        return Sequence(
+            index=index,
+            request=request,
+            seed=seed,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Drop what the core holds of an ended sequence; its group goes with the last of them."""
+        request_id = sequence.request.request_id
+        group = self._group_of.pop(request_id)
+        del self._sequences[request_id]
+        if group.finished:
+            del self._groups[group.request_id]
+
+    def stats(self) -> EngineStats:
+        scheduler, kv_cache = self._scheduler, self._scheduler.kv_cache
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_blocks_total=kv_cache.num_total,
+            kv_blocks_free=kv_cache.num_free,
+            prompt_tokens_total=self._num_prompt_tokens,
+            generation_tokens_total=self._num_generated_tokens,
+            requests_finished={str(reason): count for reason, count in scheduler.num_finished.items()},
+            preemptions_total=scheduler.num_preemptions_total,
+            prefix_cache_queries=kv_cache.num_queried_tokens,
+            prefix_cache_hits=kv_cache.num_hit_tokens,
+            spec=self._spec.snapshot(),
+            steps_total=self._num_steps,
+        )

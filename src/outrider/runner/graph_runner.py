@@ -1,8 +1,8 @@
 """How a pass's forward is executed: eagerly, or by replaying a captured graph. One protocol, keyed by ``GraphKey``.
 
-Contract of a runner: ``tiers`` are the request counts it has captured, offered to the step plan; ``run`` gets the key of
-the batch at hand and its forward. A runner that was handed a key with a tier it has not captured raises: falling back to
-eager on one rank alone would hang the others.
+Contract of a runner: ``tiers`` are the request counts it has captured, offered to the step plan; ``run`` gets the key
+of the batch at hand and its forward. A runner that was handed a key with a tier it has not captured raises: falling
+back to eager on one rank alone would hang the others.
 """
 
 from __future__ import annotations

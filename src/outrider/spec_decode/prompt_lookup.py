@@ -12,7 +12,8 @@ from collections.abc import Sequence
 def find_continuation(token_ids: Sequence[int], *, max_ngram: int, min_ngram: int, num_tokens: int) -> list[int]:
     """At most ``num_tokens`` ids that followed the latest earlier match of the longest matching suffix n-gram.
 
-    token_ids: the whole sequence, prompt and output, the anchor last. Longest n-gram first; among equal ones the latest.
+    token_ids: the whole sequence, prompt and output, the anchor last. The longest n-gram wins, of equal ones the
+    latest.
     """
     length = len(token_ids)
     if num_tokens <= 0:

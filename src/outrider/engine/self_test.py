@@ -1,0 +1,45 @@
+"""The self-test at load: draft a few known prompts and hold the accepted length against the figure on the card.
+
+A drafter that was loaded wrongly (a tensor dropped, features of the wrong layer, context shifted by one) still gives
+right text, only slowly; this is where it is noticed. A result below the floor is a warning, not an error: the text is
+the target's all the same.
+"""
+
+from __future__ import annotations
+
+from outrider.engine.engine_core import EngineCore
+from outrider.logger import get_logger
+from outrider.models.drafter_card import DrafterCard
+from outrider.sampling_params import SamplingParams
+
+logger = get_logger(__name__)
+
+
+def run_self_test(core: EngineCore, card: DrafterCard) -> float:
+    """Accepted length over the card's prompts, greedily decoded; 0.0 if the card has no test or none of it fits.
+
+    ``core`` is used up by this: its counters and prefix cache hold the test's.
+    """
+    test = card.selftest
+    if test is None:
+        return 0.0
+    gamma = core.config.num_speculative_tokens
+    params = SamplingParams(temperature=0.0, max_tokens=test.max_tokens, ignore_eos=True)
+    prompts = [p for p in test.prompts if len(p) + test.max_tokens <= core.config.max_model_len]
+    for index, prompt in enumerate(prompts):
+        core.add_request(request_id=f"self-test-{index}", prompt=None, prompt_token_ids=prompt, params=params)
+    while core.has_unfinished:
+        core.step()
+    measured = core.stats().spec.accepted_length
+    if not prompts:
+        logger.info("drafter self-test: none of its prompts fits max_model_len=%d; not run", core.config.max_model_len)
+    elif measured < test.floor:
+        logger.warning(
+            "drafter self-test: accepted length %.2f is below the floor %.2f (the card says %.2f): the drafter or its "
+            "inputs are wrong; text stays the target's, but decoding is slower than it should be "
+            "(num_speculative_tokens=%d)",
+            measured, test.floor, test.accepted_length, gamma,
+        )  # fmt: skip
+    else:
+        logger.info("drafter self-test: accepted length %.2f (the card says %.2f)", measured, test.accepted_length)
+    return measured

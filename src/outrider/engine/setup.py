@@ -1,0 +1,224 @@
+"""From what a user said to a running engine core: resolve and refuse first, load weights after.
+
+``resolve`` reads configurations only. Everything that cannot run is refused there by name, so that nobody waits for
+weights to learn of it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.config import DrafterConfig, DTypeName, EngineArgs, EngineConfig, ProposerName
+from outrider.engine.engine_core import EngineCore
+from outrider.engine.self_test import run_self_test
+from outrider.errors import ConfigError
+from outrider.kv_cache.manager import KVCacheManager
+from outrider.layers.attention.interface import LayerKV
+from outrider.layers.attention.registry import get_attention_backend
+from outrider.logger import get_logger
+from outrider.models.describe import ModelDescription, describe_model
+from outrider.models.drafter_card import DrafterCard
+from outrider.models.drafter_checkpoint import (
+    check_against_target,
+    check_num_speculative_tokens,
+    load_drafter,
+    plan_directory,
+    resolve_drafter,
+)
+from outrider.models.drafter_checkpoint_config import read_drafter_config
+from outrider.models.source import LoadedModel, load_model
+from outrider.parallel.communicator import SingleRankCommunicator
+from outrider.parallel.state import ParallelState
+from outrider.runner.batch_builder import BatchBuilder
+from outrider.runner.graph_runner import EagerRunner
+from outrider.runner.kv_memory import KVLayout, allocate_kv, kv_bytes_per_token, plan_kv_memory
+from outrider.runner.model_runner import ModelRunner
+from outrider.scheduler.scheduler import Scheduler, SchedulerConfig
+from outrider.spec_decode.dspark_proposer import DSparkProposer
+from outrider.spec_decode.proposer import NoProposer, PromptLookupProposer, Proposer
+
+logger = get_logger(__name__)
+
+DEFAULT_KV_CACHE_BYTES = 2 * 2**30
+LOOKUP_NUM_SPECULATIVE_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedEngine:
+    """Everything decided, nothing loaded."""
+
+    config: EngineConfig
+    model: ModelDescription
+    drafters: tuple[DrafterConfig, ...]  # none, or the one the proposer uses
+    layout: KVLayout
+
+
+def resolve(args: EngineArgs) -> ResolvedEngine:
+    """Decide every open question. Raises ConfigError or CheckpointError, naming what cannot run and why."""
+    model = describe_model(args.model)
+    dtype: DTypeName = model.dtype if args.dtype == "auto" else args.dtype
+    limit = model.config.max_position_embeddings
+    max_model_len = args.max_model_len if args.max_model_len is not None else limit
+    if max_model_len > limit:
+        raise ConfigError(f"max_model_len={max_model_len} exceeds the model's max_position_embeddings={limit}")
+    get_attention_backend(args.attention_backend)
+    path, drafters = _choose_drafter(args, model)
+    proposer: ProposerName = "lookup" if args.draft == "lookup" else "dspark" if drafters else "none"
+    if drafters:
+        gamma = check_num_speculative_tokens(args.num_speculative_tokens, drafters[0])
+    elif proposer == "lookup":
+        gamma = args.num_speculative_tokens or LOOKUP_NUM_SPECULATIVE_TOKENS
+    else:
+        gamma = 0
+    if args.draft_confidence_threshold > 0.0 and not (drafters and drafters[0].enable_confidence_head):
+        raise ConfigError(
+            f"draft_confidence_threshold={args.draft_confidence_threshold} needs a drafter with a confidence head; "
+            f"draft={args.draft!r} has none"
+        )
+    target_bytes = kv_bytes_per_token(model.config, dtype)
+    layout = plan_kv_memory(
+        budget_bytes=_kv_budget(args, target_bytes * args.max_num_seqs * max_model_len),
+        kv_block_size=args.kv_block_size,
+        target_bytes_per_token=target_bytes,
+        drafter_bytes_per_token=sum(kv_bytes_per_token(drafter.decoder, dtype) for drafter in drafters),
+    )
+    config = EngineConfig(
+        model=args.model,
+        dtype=dtype,
+        seed=args.seed,
+        max_model_len=max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        enable_prefix_caching=args.enable_prefix_caching,
+        kv_block_size=args.kv_block_size,
+        num_kv_blocks=layout.num_blocks,
+        max_num_waiting=args.max_num_waiting,
+        proposer=proposer,
+        drafter_path=path,
+        num_speculative_tokens=gamma,
+        draft_confidence_threshold=args.draft_confidence_threshold,
+        prompt_lookup_max=args.prompt_lookup_max,
+        prompt_lookup_min=args.prompt_lookup_min,
+        draft_self_test=args.draft_self_test,
+        attention_backend=args.attention_backend,
+    )
+    _new_scheduler(config)  # its rules are checked before weights load, too
+    return ResolvedEngine(config=config, model=model, drafters=drafters, layout=layout)
+
+
+def build_engine(args: EngineArgs) -> EngineCore:
+    """Resolve, load and assemble; then hold the drafter against the figure stored beside it."""
+    resolved = resolve(args)
+    config, device = resolved.config, torch.device("cpu")
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=str(device), attention_backend=config.attention_backend
+    )
+    parallel = ParallelState.single()
+    builder = BatchBuilder(rank=parallel.attn_dp.rank, kv_block_size=config.kv_block_size, device=device)
+    graphs = EagerRunner()
+    logger.info(resolved.layout.describe())
+    proposer, cards = _build_proposer(resolved, loaded, builder, graphs, device)
+    runner = ModelRunner(
+        target=loaded.model,
+        kv_caches=allocate_kv(resolved.model.config, resolved.layout, dtype=config.dtype, device=device),
+        tap_layer_ids=proposer.tap_layer_ids,
+        graphs=graphs,
+    )
+
+    def new_core() -> EngineCore:
+        return EngineCore(
+            config=config,
+            scheduler=_new_scheduler(config),
+            builder=builder,
+            runner=runner,
+            proposer=proposer,
+            graphs=graphs,
+            communicator=SingleRankCommunicator(),
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.config.vocab_size,
+            eos_token_ids=loaded.config.eos_token_ids,
+        )
+
+    if config.draft_self_test:
+        for card in cards:
+            run_self_test(new_core(), card)
+    return new_core()
+
+
+def _choose_drafter(args: EngineArgs, model: ModelDescription) -> tuple[str, tuple[DrafterConfig, ...]]:
+    """Path and configuration of the drafter, if there is one."""
+    if args.draft in ("none", "lookup"):
+        return "", ()
+    path = resolve_drafter(args.draft, args.model)
+    if path is None:
+        logger.info("no drafter is bundled for %s: decoding without drafts", args.model)
+        return "", ()
+    config = read_drafter_config(path)
+    check_against_target(config, model.config, source=str(path))
+    plan_directory(path, config, target_vocab_size=model.config.vocab_size).raise_problems(str(path))
+    return str(path), (config,)
+
+
+def _build_proposer(
+    resolved: ResolvedEngine, loaded: LoadedModel, builder: BatchBuilder, graphs: EagerRunner, device: torch.device
+) -> tuple[Proposer, tuple[DrafterCard, ...]]:
+    config = resolved.config
+    if config.proposer == "none":
+        return NoProposer(), ()
+    if config.proposer == "lookup":
+        lookup = PromptLookupProposer(
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_ngram=config.prompt_lookup_max,
+            min_ngram=config.prompt_lookup_min,
+        )
+        return lookup, ()
+    drafter = load_drafter(
+        Path(config.drafter_path),
+        target_config=loaded.config,
+        embed_weight=loaded.model.embed_tokens.weight,
+        lm_head_weight=loaded.model.lm_head.weight,
+        dtype=config.dtype,
+        device=str(device),
+        attention_backend=config.attention_backend,
+    )
+    kv_caches: list[LayerKV] = allocate_kv(drafter.config.decoder, resolved.layout, dtype=config.dtype, device=device)
+    proposer = DSparkProposer(
+        drafter=drafter.model,
+        config=drafter.config,
+        num_speculative_tokens=config.num_speculative_tokens,
+        kv_caches=kv_caches,
+        builder=builder,
+        graphs=graphs,
+    )
+    return proposer, (drafter.card,)
+
+
+def _new_scheduler(config: EngineConfig) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            max_model_len=config.max_model_len,
+            max_waiting=config.max_num_waiting,
+        ),
+        KVCacheManager(
+            num_blocks=config.num_kv_blocks,
+            kv_block_size=config.kv_block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        num_speculative_tokens=config.num_speculative_tokens,
+    )
+
+
+def _kv_budget(args: EngineArgs, largest_need: int) -> int:
+    """Asked for, or 2 GiB, but no more than half of the memory that is free and twice what could ever be used."""
+    if args.kv_cache_memory_bytes is not None:
+        return args.kv_cache_memory_bytes
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(DEFAULT_KV_CACHE_BYTES, free // 2, 2 * largest_need), 1)
