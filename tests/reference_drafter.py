@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -40,6 +40,15 @@ class ReferenceTarget:
         return token_ids[len(prompt) :]
 
 
+class GreedyDrafter(Protocol):
+    """What ``reference_loop`` asks of a drafter, the reference one or the project's."""
+
+    @property
+    def layer_ids(self) -> Sequence[int]: ...
+
+    def propose(self, features_PF: Tensor, anchor: int) -> tuple[list[int], Tensor]: ...
+
+
 @dataclass(frozen=True)
 class ReferenceDrafter:
     config: Mapping[str, Any]  # DeepSpec config.json
@@ -52,6 +61,11 @@ class ReferenceDrafter:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "model.safetensors")
         return cls(config, tensors, target.embedding_VD, target.head_VD)
+
+    @property
+    def layer_ids(self) -> Sequence[int]:
+        layer_ids: Sequence[int] = self.config["target_layer_ids"]
+        return layer_ids
 
     def hidden(self, features_PF: Tensor, anchor: int) -> Tensor:
         """[G, D] of the block [anchor, mask * (G - 1)] at positions P .. P + G - 1, after the final norm."""
@@ -140,14 +154,13 @@ class ReferenceRun:
 
 
 def reference_loop(
-    target: ReferenceTarget, drafter: ReferenceDrafter, prompt: Sequence[int], *, max_tokens: int, gamma: int
+    target: ReferenceTarget, drafter: GreedyDrafter, prompt: Sequence[int], *, max_tokens: int, gamma: int
 ) -> ReferenceRun:
     """Greedy speculative decoding of one request; ``gamma`` drafts of each block are verified."""
-    layer_ids = drafter.config["target_layer_ids"]
     sequence = [*prompt, int(target.run(prompt, ())[0][-1].argmax())]
     accepted: list[int] = []
     while len(sequence) - len(prompt) < max_tokens:
-        _, features_PF = target.run(sequence[:-1], layer_ids)
+        _, features_PF = target.run(sequence[:-1], drafter.layer_ids)
         drafts = drafter.propose(features_PF, sequence[-1])[0][:gamma]
         logits_TV, _ = target.run(sequence + drafts, ())
         choices = logits_TV[len(sequence) - 1 :].argmax(-1).tolist()

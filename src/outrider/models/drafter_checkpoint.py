@@ -112,7 +112,7 @@ def load_drafter(
     device: str = "cpu",
     attention_backend: str = "auto",
 ) -> LoadedDrafter:
-    """Load the drafter in directory ``path``; it shares the target's ``embed_weight`` and ``lm_head_weight``, [V, D]."""
+    """Load the drafter in directory ``path``; it shares the target's ``embed_weight`` and ``lm_head_weight`` [V, D]."""
     directory = Path(path)
     source = str(directory)
     own = read_drafter_config(directory)

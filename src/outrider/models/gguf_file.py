@@ -63,6 +63,11 @@ class GGUFFile:
         self._tensors = self._read_tensor_headers(cursor, num_tensors)
 
     @property
+    def headers(self) -> tuple[GGUFTensor, ...]:
+        """Every tensor's header, in the file's order."""
+        return tuple(self._tensors.values())
+
+    @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
