@@ -60,7 +60,7 @@ def process(logits_NV: Tensor, rows: Sequence[LogitRow], *, column_of_id: Tensor
 def _argmax(logits_NV: Tensor) -> Tensor:
     """The first largest column of each row, int64 [N]."""
     if logits_NV.device.type == "cpu":  # numpy takes a twentieth of torch's time on one core
-        return torch.from_numpy(logits_NV.numpy().argmax(-1))
+        return torch.from_numpy(logits_NV.detach().numpy().argmax(-1))
     return logits_NV.argmax(-1)
 
 

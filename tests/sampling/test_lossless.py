@@ -1,0 +1,136 @@
+"""The emitted tokens have exactly the target's distribution, whatever the drafter's: 20,000 sequences per case.
+
+Target p = (.10, .60, .30) on three tokens at every position, drafter q = (.45, .10, .45), the other logits at -30.
+Drafts are kept right through rounds as the engine does: rejected ones are drafted again in the next round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.sampling.helpers import TableDrafter, chi_square_p, verify_rows
+
+from outrider.sampling import rejection
+from outrider.sampling.processors import process
+from outrider.sampling.proposal import Proposal, propose
+from outrider.sampling.random import Role
+from outrider.sampling.rejection import accept
+from outrider.sampling.sampler import row_uniforms
+from outrider.sampling.state import LogitRow, SequenceState
+from outrider.sampling_params import SamplingParams
+
+NUM_SEQUENCES, GAMMA, VOCAB, POSITIONS = 20_000, 3, 8, 4
+P, Q = (0.10, 0.60, 0.30), (0.45, 0.10, 0.45)
+ALPHA = 1e-3
+
+
+def logits_of(probs: Sequence[float]) -> torch.Tensor:
+    return torch.cat((torch.tensor(probs).log(), torch.full((VOCAB - len(probs),), -30.0)))
+
+
+def model_proposal(draft_to_target: Sequence[int] | None = None) -> Callable[[list[SequenceState]], Proposal]:
+    """Drafts drawn from Q, over the whole vocabulary or the given slice of it."""
+    drafter = TableDrafter.flat(VOCAB, draft_to_target)
+    base_V = logits_of(Q)[drafter.draft_to_target_V]
+
+    def make(states: list[SequenceState]) -> Proposal:
+        return propose(
+            drafter=drafter,
+            base_logits_RGV=base_V.expand(len(states), GAMMA, -1),
+            hidden_RGD=torch.zeros(len(states), GAMMA, 1),
+            anchor_ids_R=torch.zeros(len(states), dtype=torch.int64),
+            rows=[verify_rows(state)[0] for state in states],
+            num_drafts_R=[GAMMA] * len(states),
+            confidence=False,
+        )
+
+    return make
+
+
+def lookup_proposal(states: list[SequenceState]) -> Proposal:
+    """Determined drafts, likely and unlikely ones."""
+    return Proposal.one_hot([(1, 0, 2)] * len(states))
+
+
+def simulate(
+    params: dict[str, Any],
+    make_proposal: Callable[[list[SequenceState]], Proposal],
+    *,
+    shorten: bool = False,
+    num_sequences: int = NUM_SEQUENCES,
+) -> list[tuple[int, ...]]:
+    """The first POSITIONS tokens of each sequence; ``shorten`` keeps 0..GAMMA drafts, by sequence and round."""
+    shared = SamplingParams(max_tokens=None, **params)
+    states = [
+        SequenceState(params=shared, seed=seed, prompt_token_ids=(0,), eos_token_ids=())
+        for seed in range(num_sequences)
+    ]
+    pending = states
+    while pending:
+        proposal = make_proposal(pending)
+        widths = [1 + GAMMA] * len(pending)
+        if shorten:
+            widths = [1 + (state.seed + len(state.output_token_ids)) % (GAMMA + 1) for state in pending]
+        rows = [
+            row
+            for state, ids, width in zip(pending, proposal.draft_ids, widths, strict=True)
+            for row in verify_rows(state, ids[: width - 1])
+        ]
+        dist = process(logits_of(P).expand(len(rows), VOCAB), rows)
+        for state, result in zip(pending, accept(dist=dist, rows=rows, proposal=proposal, widths=widths), strict=True):
+            assert len(result.token_ids) == result.num_accepted + 1
+            state.append(result.token_ids)
+        pending = [state for state in pending if len(state.output_token_ids) < POSITIONS]
+    return [tuple(state.output_token_ids[:POSITIONS]) for state in states]
+
+
+def p_values(sequences: Sequence[tuple[int, ...]], probs: Sequence[float]) -> list[float]:
+    """Of each position, then of the joint of the first two; 0 where a token without probability was emitted."""
+    values = []
+    for position in range(POSITIONS):
+        tokens = [sequence[position] for sequence in sequences]
+        values.append(chi_square_p([tokens.count(t) for t in range(VOCAB)], [*probs, *[0.0] * (VOCAB - 3)]))
+    pairs = [sequence[:2] for sequence in sequences]
+    cells = list(itertools.product(range(3), repeat=2))
+    values.append(chi_square_p([pairs.count(cell) for cell in cells], [probs[a] * probs[b] for a, b in cells]))
+    return values
+
+
+def tempered(temperature: float) -> list[float]:
+    masses = [p ** (1 / temperature) for p in P]
+    return [mass / sum(masses) for mass in masses]
+
+
+CASES = {
+    "plain": ({}, P, model_proposal(), False),
+    "top_p": ({"top_p": 0.9}, (0.0, 2 / 3, 1 / 3), model_proposal(), False),
+    "top_k": ({"top_k": 2}, (0.0, 2 / 3, 1 / 3), model_proposal(), False),
+    "temperature": ({"temperature": 0.7}, tempered(0.7), model_proposal(), False),
+    "sliced vocabulary": ({}, P, model_proposal([2, 0, 5]), False),
+    "fewer drafts kept": ({}, P, model_proposal(), True),
+    "look-up": ({}, P, lookup_proposal, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emitted_tokens_have_the_targets_distribution(name: str) -> None:
+    params, expected, make_proposal, shorten = CASES[name]
+    values = p_values(simulate(params, make_proposal, shorten=shorten), expected)
+    assert min(values) > ALPHA, values
+
+
+@pytest.mark.parametrize(("role", "stolen"), [(Role.ACCEPT, Role.PROPOSE), (Role.RECOVER, Role.ACCEPT)])
+def test_a_shared_stream_would_be_noticed(monkeypatch: pytest.MonkeyPatch, role: Role, stolen: Role) -> None:
+    """The same simulation with two roles drawing the same numbers: the check above must see that it is wrong."""
+
+    def shared(rows: Sequence[LogitRow], asked: Role | Sequence[Role]) -> torch.Tensor:
+        if isinstance(asked, Role):
+            return row_uniforms(rows, stolen if asked is role else asked)
+        return row_uniforms(rows, [stolen if a is role else a for a in asked])
+
+    monkeypatch.setattr(rejection, "row_uniforms", shared)
+    assert min(p_values(simulate({}, model_proposal(), num_sequences=4000), P)) < ALPHA
