@@ -26,4 +26,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         # F.rms_norm accumulates and scales bf16 input in fp32 and rounds once, at the end.
-        return F.rms_norm(x_ND, (self.size,), self.weight, self.eps)
+        return F.rms_norm(x_ND, (self.size,), self.weight.to(x_ND.dtype), self.eps)

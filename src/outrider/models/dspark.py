@@ -189,7 +189,7 @@ class DSparkDrafter(nn.Module):
         context_ND = self.project_context(taps_BCF.flatten(0, 1))
         context_phase = self.rotary(positions_BC.flatten())
         residual_ND, phase = self._embed_blocks(anchor_ids_BA.flatten(), anchor_positions_BA.flatten())
-        seen_BAWC = visible_BAC[:, :, None, :].expand(-1, -1, width, -1)
+        mask_B1QT = _packed_mask(visible_BAC, width=width)
         for layer in self._draft_layers():
             projections = layer.self_attn
             query, key, value = projections.query_key_value(layer.input_layernorm(residual_ND), phase)
@@ -200,7 +200,7 @@ class DSparkDrafter(nn.Module):
                 block_value=value.view(bins, anchors, width, *value.shape[1:]),
                 context_key=context_key.view(bins, context, *context_key.shape[1:]),
                 context_value=context_value.view(bins, context, *context_value.shape[1:]),
-                seen_BAWC=seen_BAWC,
+                mask_B1QT=mask_B1QT,
                 scale=projections.scale,
             )
             residual_ND = layer.add_mlp(residual_ND + projections.output(attention.flatten(0, 2)))
@@ -260,29 +260,34 @@ def _packed_attention(
     block_value: Tensor,
     context_key: Tensor,  # [B, C, Hkv, E], as context_value
     context_value: Tensor,
-    seen_BAWC: Tensor,
+    mask_B1QT: Tensor,  # bool, Q = A * W query rows, T = C + A * W
     scale: float,
 ) -> Tensor:
     """One softmax over the visible context and the own block: [B, A, W, Hq, E].
 
-    Context scores are one matmul per bin; block scores are W x W per anchor, so nothing is A * W wide but the queries.
+    Query heads that share a key head are folded into the query rows, so keys and values are never repeated.
     """
     bins, anchors, width, heads, size = query_BAWHE.shape
-    kv_heads, context = context_key.shape[2], context_key.shape[1]
-    share = heads // kv_heads
-    query = query_BAWHE.view(bins, anchors, width, kv_heads, share, size) * scale
-    query = query.permute(0, 3, 1, 4, 2, 5)  # [B, Hkv, A, share, W, E]
-    rows = query.reshape(bins, kv_heads, anchors * share * width, size)
-    scores = rows @ context_key.permute(0, 2, 3, 1)  # [B, Hkv, A * share * W, C]
-    scores = scores.view(bins, kv_heads, anchors, share, width, context)
-    scores = scores.masked_fill(~seen_BAWC[:, None, :, None], float("-inf"))
-    own_key, own_value = block_key.permute(0, 3, 1, 2, 4), block_value.permute(0, 3, 1, 2, 4)  # [B, Hkv, A, W, E]
-    folded = query.reshape(bins, kv_heads, anchors, share * width, size)
-    own = folded @ own_key.transpose(-1, -2)  # [B, Hkv, A, share * W, W]
-    probs = torch.cat((scores, own.view(bins, kv_heads, anchors, share, width, width)), dim=-1)
-    probs = torch.softmax(probs, dim=-1, dtype=torch.float32).to(query.dtype)
-    mixed = probs[..., :context].reshape(*rows.shape[:-1], context) @ context_value.permute(0, 2, 1, 3)
-    mixed = mixed.view(bins, kv_heads, anchors, share * width, size)
-    mixed = mixed + probs[..., context:].reshape(own.shape) @ own_value
-    mixed = mixed.view(bins, kv_heads, anchors, share, width, size)
-    return mixed.permute(0, 2, 4, 1, 3, 5).reshape(bins, anchors, width, heads, size)
+    kv_heads = context_key.shape[2]
+    share, rows = heads // kv_heads, anchors * width
+    key = torch.cat((context_key, block_key.flatten(1, 2)), dim=1).transpose(1, 2)
+    value = torch.cat((context_value, block_value.flatten(1, 2)), dim=1).transpose(1, 2)
+    query = query_BAWHE.reshape(bins, rows, kv_heads, share, size).permute(0, 2, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(
+        query.reshape(bins, kv_heads, share * rows, size),
+        key,
+        value,
+        attn_mask=mask_B1QT.repeat(1, 1, share, 1),
+        scale=scale,
+    )
+    mixed = mixed.view(bins, kv_heads, share, rows, size).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(bins, anchors, width, heads, size)
+
+
+def _packed_mask(visible_BAC: Tensor, *, width: int) -> Tensor:
+    """bool [B, 1, A * W, C + A * W]: an anchor's rows see its context and one another."""
+    bins, anchors, _ = visible_BAC.shape
+    own_A = torch.arange(anchors, device=visible_BAC.device).repeat_interleave(width)
+    own_QQ = own_A[:, None] == own_A
+    context_BQC = visible_BAC.repeat_interleave(width, dim=1)
+    return torch.cat((context_BQC, own_QQ.expand(bins, -1, -1)), dim=-1)[:, None]

@@ -11,19 +11,12 @@ Shape legend: B sequences, L longest context, H query heads, K key/value heads, 
 from __future__ import annotations
 
 import ctypes
-import functools
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.logger import get_logger
-
-logger = get_logger(__name__)
+from outrider.train.native import compiled, pointers
 
 _SOURCE = r"""
 #include <algorithm>
@@ -138,28 +131,8 @@ extern "C" void sample_rows(const bf16* logits, const float* temperature, const 
 """
 
 
-@functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled loops, or None. Linked against torch's own OpenMP: a second thread pool would fight the first."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    if compiler is None or not openmp:
-        logger.info("no C++ compiler or no OpenMP beside torch: generating with the torch loops")
-        return None
-    with tempfile.TemporaryDirectory(prefix="outrider-train-") as folder:
-        source, built = Path(folder) / "loops.cpp", Path(folder) / "loops.so"
-        source.write_text(_SOURCE)
-        flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-std=c++17"]
-        steps = (
-            [compiler, *flags, "-c", str(source), "-o", f"{built}.o"],
-            [compiler, "-shared", f"{built}.o", str(openmp[0]), "-lm", "-lmvec", "-o", str(built)],
-        )
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
-            if done.returncode:
-                logger.warning("compiling the generation loops failed, using torch: %s", done.stderr.strip()[:400])
-                return None
-        return ctypes.CDLL(str(built))
+    return compiled(_SOURCE)
 
 
 def decode_attention(
@@ -171,12 +144,10 @@ def decode_attention(
     library = _library() if query_BHD.dtype == torch.bfloat16 and query_BHD.device.type == "cpu" else None
     if library is not None:
         query_BHD = query_BHD.contiguous()
-        assert key_BLKD.is_contiguous()
-        assert value_BLKD.is_contiguous()
         assert lens_B.dtype == torch.int32
         out_BHD = torch.empty_like(query_BHD)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (query_BHD, key_BLKD, value_BLKD, lens_B, out_BHD)]
-        library.decode_attention(*pointers, B, H, K, D, ctypes.c_long(L), ctypes.c_float(scale))
+        tensors = pointers(query_BHD, key_BLKD, value_BLKD, lens_B, out_BHD)
+        library.decode_attention(*tensors, B, H, K, D, ctypes.c_long(L), ctypes.c_float(scale))
         return out_BHD
     longest = int(lens_B.max()) if B else 0
     seen_B11L = (torch.arange(longest, device=lens_B.device) < lens_B[:, None])[:, None, None, :]
@@ -202,8 +173,7 @@ def sample_rows(
     if library is not None:
         logits_BV = logits_BV.contiguous()
         lse_B, token_B = torch.empty(B), torch.empty(B, dtype=torch.int64)
-        tensors = (logits_BV, temperature_B, top_p_B, uniform_B, lse_B, token_B)
-        library.sample_rows(*[ctypes.c_void_p(t.data_ptr()) for t in tensors], B, V)
+        library.sample_rows(*pointers(logits_BV, temperature_B, top_p_B, uniform_B, lse_B, token_B), B, V)
         return lse_B, token_B
     logits_BV = logits_BV.float()
     lse_B = torch.logsumexp(logits_BV, -1)
