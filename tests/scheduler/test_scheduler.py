@@ -186,6 +186,33 @@ def test_decodes_beyond_the_budget_take_turns() -> None:
     drain(scheduler)
 
 
+def test_a_narrow_row_does_not_overtake_a_wide_one() -> None:
+    scheduler = make_scheduler(max_model_len=16, max_num_batched_tokens=6)
+    for name in ("wide1", "wide2"):
+        add(scheduler, name, 1, max_tokens=15)
+    narrow = add(scheduler, "narrow", 13, max_tokens=3)
+    while narrow.num_computed_tokens < 14:
+        run(scheduler, scheduler.schedule())
+    output = scheduler.schedule()
+    (row,) = output.decodes  # 4 of 6 rows; the other wide one waits, and so does narrow, which needs only 2
+    assert row.request is not narrow
+    assert row.verify_width == 4
+    drain(scheduler)
+
+
+def test_a_row_given_to_a_younger_request_is_revoked_with_its_budget() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=11, enable_prefix_caching=False)
+    for name in "abc":
+        add(scheduler, name, 4, max_tokens=5)
+    run(scheduler, scheduler.schedule())  # the budget ends within c's prompt, so c decodes one step later
+    run(scheduler, scheduler.schedule())
+    output = scheduler.schedule()  # c's turn is first and takes the last block, which a needs
+    assert names(output.preempted) == ["c"]
+    assert decodes(output) == [("a", 4), ("b", 4)]
+    run(scheduler, output)
+    drain(scheduler)
+
+
 def test_short_memory_preempts_the_youngest_which_resumes_with_its_anchor() -> None:
     scheduler = make_scheduler(num_blocks=7, enable_prefix_caching=False)
     old = add(scheduler, "old", 7, max_tokens=14)
