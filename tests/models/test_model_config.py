@@ -39,7 +39,7 @@ def test_both_spellings_of_rotary_settings_mean_the_same() -> None:
 def test_defaults() -> None:
     config = from_hf(LLAMA)
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
-    assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias or config.qk_norm)
+    assert not any((config.tie_word_embeddings, config.attention_bias, config.mlp_bias, config.qk_norm))
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
 
 
@@ -153,14 +153,14 @@ def test_gguf_metadata() -> None:
 
 
 def test_gguf_rotary_scaling() -> None:
-    scaled = gguf(
+    rope = gguf(
         {
             "llama.rope.scaling.type": "yarn",
             "llama.rope.scaling.factor": 4.0,
             "llama.rope.scaling.original_context_length": 32,
         }
-    )
-    assert (scaled.rope.rope_type, scaled.rope.factor, scaled.rope.original_max_position_embeddings) == (
+    ).rope
+    assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == (
         "yarn",
         4.0,
         32,

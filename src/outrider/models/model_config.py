@@ -160,7 +160,7 @@ def _rope_from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if rope_type not in _ROPE_TYPES:
         raise ConfigError(
-            f"model config: rope_type={rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
+            f"model config: rope_type={rope_type!r} is not supported; supported: " + ", ".join(_ROPE_TYPES)
         )
     partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
