@@ -47,13 +47,25 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-class HttpServer:
-    """One server on one event loop. ``address`` is known as soon as it is made, even for port 0."""
+def bind(config: ServerConfig) -> socket.socket:
+    """Take the address, before a model is loaded for nothing; clients are let in when the server runs."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on host={config.host} port={config.port}: {error}") from None
+    return listener
 
-    def __init__(self, engine: AsyncEngineClient, config: ServerConfig) -> None:
+
+class HttpServer:
+    """One server on one event loop and one socket of ``bind``, which it closes at the end."""
+
+    def __init__(self, engine: AsyncEngineClient, config: ServerConfig, *, bound: socket.socket) -> None:
         self._engine = engine
         self._config = config
-        self._socket = _bind(config)
+        self._socket = bound
         self.state = ServerState(engine, config)
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
@@ -118,11 +130,11 @@ class HttpServer:
         return not self.state.in_flight
 
 
-def run_server(engine: AsyncEngineClient, config: ServerConfig) -> ServerReport:
+def run_server(engine: AsyncEngineClient, config: ServerConfig, *, bound: socket.socket) -> ServerReport:
     """Serve until SIGTERM or SIGINT, then drain. For the main thread, which is where signals arrive."""
 
     async def main() -> ServerReport:
-        server = HttpServer(engine, config)
+        server = HttpServer(engine, config, bound=bound)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.request_stop)
@@ -164,11 +176,3 @@ def progress_line(before: EngineStats, now: EngineStats, *, interval_s: float) -
         f"prompt {prompt / interval_s:.1f} tokens/s, generation {generated / interval_s:.1f} tokens/s, "
         f"running {now.num_running}, waiting {now.num_waiting}, KV use {kv_usage(now):.1%}, {drafting}"
     )
-
-
-def _bind(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on host={config.host} port={config.port}: {error}") from None
