@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from outrider.server.config import ServerConfig
 from outrider.server.engine_client import AsyncEngineClient
-from outrider.server.runner import HttpServer, ServerReport
+from outrider.server.runner import HttpServer, ServerReport, bind
 
 TIMEOUT_S = 10.0
 
@@ -29,11 +29,13 @@ class LiveServer:
     def url(self) -> str:
         return self.server.address
 
+    # Without TLS there is nothing to verify, and loading the certificates takes longer than most tests.
     def http(self, **headers: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, headers=headers)
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, headers=headers, verify=False)
 
     def openai(self, api_key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=TIMEOUT_S)
+        plain = DefaultHttpxClient(verify=False, timeout=TIMEOUT_S)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, http_client=plain)
 
     def request_stop(self) -> None:
         self._loop.call_soon_threadsafe(self.server.request_stop)
@@ -45,9 +47,8 @@ def serve(engine: AsyncEngineClient, *, config: ServerConfig | None = None) -> I
     started: list[LiveServer] = []
 
     async def main() -> None:
-        live = LiveServer(
-            HttpServer(engine, config or ServerConfig(port=0, drain_timeout_s=0.0)), asyncio.get_running_loop()
-        )
+        options = config or ServerConfig(port=0, drain_timeout_s=0.0)
+        live = LiveServer(HttpServer(engine, options, bound=bind(options)), asyncio.get_running_loop())
         started.append(live)
         ready.set()
         live.report = await live.server.run()

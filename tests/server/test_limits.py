@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -193,10 +194,8 @@ def test_body_over_the_limit(live: LiveServer, size: int, chunked: bool) -> None
     chunks = (content[i : i + 4096] for i in range(0, len(content), 4096))
     with live.http() as http:
         if size > 16 * MAX_BODY and chunked:  # cut off at some point; the client may see either
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 refused(http.post(TEXT, content=chunks), 413)
-            except httpx.TransportError as error:
-                assert isinstance(error, httpx.WriteError | httpx.ReadError | httpx.RemoteProtocolError)
         else:
             error = refused(http.post(TEXT, content=chunks if chunked else content), 413)
             assert str(MAX_BODY) in error["message"]

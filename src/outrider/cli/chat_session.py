@@ -16,6 +16,7 @@ from outrider.errors import InvalidRequestError, OutriderError
 from outrider.outputs import RequestOutput, SpecCounters
 from outrider.sampling_params import SamplingParams
 from outrider.server.engine_client import AsyncEngineClient
+from outrider.spec_decode.counters import merge_counters
 
 HELP = """\
 /stats        figures of this conversation
@@ -49,7 +50,7 @@ class ChatTotals:
             self.last_ttft_s = output.timing.ttft_s
             self.decode_tokens += num_tokens - 1
             self.decode_s += max(output.timing.e2e_s - output.timing.ttft_s, 0.0)
-        self.spec = _sum(self.spec, output.spec)
+        self.spec = merge_counters((self.spec, output.spec))
 
     @property
     def tokens_per_s(self) -> float:
@@ -165,18 +166,3 @@ class ChatSession:
             f"rounds {totals.spec.rounds}, accepted length {totals.spec.accepted_length:.2f}, "
             f"acceptance rate {totals.spec.acceptance_rate:.1%}\n"
         )
-
-
-def _sum(a: SpecCounters, b: SpecCounters) -> SpecCounters:
-    width = max(len(a.per_position), len(b.per_position))
-    padded_a, padded_b = ((*c.per_position, *((0, 0),) * (width - len(c.per_position))) for c in (a, b))
-    return SpecCounters(
-        rounds=a.rounds + b.rounds,
-        offered=a.offered + b.offered,
-        accepted=a.accepted + b.accepted,
-        emitted=a.emitted + b.emitted,
-        per_position=tuple(
-            (offered_a + offered_b, accepted_a + accepted_b)
-            for (offered_a, accepted_a), (offered_b, accepted_b) in zip(padded_a, padded_b, strict=True)
-        ),
-    )

@@ -28,6 +28,7 @@ from outrider.server.state import ServerState
 logger = get_logger("server")
 
 _POLL_S = 0.02
+_BACKLOG = 2048
 # How long answers that were cut short may take to be written out.
 _CLOSE_TIMEOUT_S = 3
 
@@ -48,7 +49,7 @@ class _UvicornServer(uvicorn.Server):
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Take the address, before a model is loaded for nothing; clients are let in when the server runs."""
+    """Take the address, before a model is loaded for nothing; clients are refused until the server listens."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,12 +61,16 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 class HttpServer:
-    """One server on one event loop and one socket of ``bind``, which it closes at the end."""
+    """One server on one event loop and one socket of ``bind``, which it closes at the end.
+
+    Made, it takes connections, and answers them once it runs.
+    """
 
     def __init__(self, engine: AsyncEngineClient, config: ServerConfig, *, bound: socket.socket) -> None:
         self._engine = engine
         self._config = config
         self._socket = bound
+        bound.listen(_BACKLOG)
         self.state = ServerState(engine, config)
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
