@@ -55,12 +55,18 @@ def build_app(verb: str) -> typer.Typer:
     return app
 
 
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"outrider {__version__}")
         raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options ahead of the verb."""
 
 
 def _not_imported() -> None:
