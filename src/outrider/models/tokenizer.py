@@ -27,6 +27,7 @@ class Tokenizer:
         self.special_token_ids: frozenset[int] = frozenset(
             [i for i, token in fast.added_tokens_decoder.items() if token.special] + list(fast.all_special_ids)
         )
+        self.byte_token_ids: frozenset[int] = _byte_token_ids(fast)
 
     @classmethod
     def from_directory(cls, directory: Path, *, eos_token_ids: tuple[int, ...]) -> Tokenizer:
@@ -93,7 +94,8 @@ class IncrementalDetokenizer:
     """Text deltas of an output that grows by any number of tokens at a time.
 
     Invariant: what was returned so far, plus ``flush()``, equals ``decode`` of all ids pushed. Text is held back from
-    an incomplete character on, so a returned delta is never revised.
+    an incomplete character on, so a returned delta is never revised. Where the vocabulary has byte tokens, a decoder
+    judges a run of them as a whole (one bad byte spoils them all), so an unfinished run is held back too.
 
     Only a window of recent ids is decoded. It starts at a place where the text was complete, and one such stretch
     earlier than the text still growing, so that what a decoder does at the very start of a text happens in a part
@@ -107,26 +109,41 @@ class IncrementalDetokenizer:
         self._window_start = 0
         self._complete_end = 0  # ids before here make complete text
         self._returned = 0  # characters of the window's text returned so far
+        self._run_ids = tokenizer.byte_token_ids  # what prolongs a run; skipped tokens do not interrupt it
+        if self._run_ids and skip_special_tokens:
+            self._run_ids |= tokenizer.special_token_ids
         self.text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text that became final."""
         self._ids.extend(token_ids)
-        window = self._decode(self._window_start)
+        end = len(self._ids)
+        while end > self._complete_end and self._ids[end - 1] in self._run_ids:
+            end -= 1
+        window = self._decode(self._window_start, end)
         final = window.rstrip(_REPLACEMENT)
         delta = final[self._returned :]
         self._returned = max(self._returned, len(final))
         if delta and final == window:
-            self._window_start, self._complete_end = self._complete_end, len(self._ids)
-            self._returned = len(self._decode(self._window_start))
+            self._window_start, self._complete_end = self._complete_end, end
+            self._returned = len(self._decode(self._window_start, end))
         self.text += delta
         return delta
 
     def flush(self) -> str:
         """The held-back rest, an incomplete character as U+FFFD; nothing is pushed after it."""
-        delta = self._decode(0)[len(self.text) :]
+        delta = self._decode(0, len(self._ids))[len(self.text) :]
         self.text += delta
         return delta
 
-    def _decode(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=self._skip_special_tokens)
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip_special_tokens)
+
+
+def _byte_token_ids(fast: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Ids of ``<0x00>`` ... ``<0xFF>`` where the decoder takes them for bytes; empty for byte-level BPE."""
+    decoder = fast.backend_tokenizer.decoder
+    if decoder is None or b"ByteFallback" not in decoder.__getstate__():
+        return frozenset()
+    candidates = (fast.backend_tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in candidates if token_id is not None)

@@ -30,26 +30,30 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerF
         )
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    merges = [_merge(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     if not tokens or len(types) != len(tokens):
         raise CheckpointError(f"GGUF tokenizer: {len(tokens)} tokens but {len(types)} token types")
+    if len(vocabulary) != len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
+        raise CheckpointError(f"GGUF tokenizer: token {twice!r} appears more than once")
     try:
-        vocabulary = {token: index for index, token in enumerate(tokens)}
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # the tokenizers library raises bare Exception, e.g. for a merge outside the vocabulary
         raise CheckpointError(f"GGUF tokenizer: {error}") from error
+    named = _named_tokens(metadata, tokens)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = _post_processor(metadata, tokens)
+    tokenizer.post_processor = _post_processor(metadata, named)
     tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
     tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        **_named_tokens(metadata, tokens),
+        **named,
     )
 
 
@@ -68,13 +72,21 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
-def _post_processor(metadata: Mapping[str, Any], tokens: list[str]) -> processors.PostProcessor:
+def _merge(text: str) -> tuple[str, str]:
+    left, space, right = text.partition(" ")
+    if not (left and space and right):
+        raise CheckpointError(f"GGUF tokenizer: merge {text!r} is not two tokens with a space between")
+    return left, right
+
+
+def _post_processor(metadata: Mapping[str, Any], named: Mapping[str, str]) -> processors.PostProcessor:
     """Adds the BOS token where the file says so."""
     byte_level = processors.ByteLevel(trim_offsets=False)
     if not metadata.get("tokenizer.ggml.add_bos_token", False):
         return byte_level
-    bos_id = metadata["tokenizer.ggml.bos_token_id"]
-    bos = tokens[bos_id]
+    if "bos_token" not in named:
+        raise CheckpointError("GGUF tokenizer: add_bos_token is true, but there is no bos_token_id")
+    bos, bos_id = named["bos_token"], metadata["tokenizer.ggml.bos_token_id"]
     template = processors.TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, bos_id)])
     return processors.Sequence([byte_level, template])
 
