@@ -116,6 +116,10 @@ def _unknown_head_type(config: ConfigDict, tensors: TensorDict) -> None:
     config["markov_head_type"] = "lstm"
 
 
+def _rnn_with_unused_slot(config: ConfigDict, tensors: TensorDict) -> None:
+    config |= {"markov_head_type": "rnn", "sample_from_anchor": False}
+
+
 def _same_tensor_twice(config: ConfigDict, tensors: TensorDict) -> None:
     tensors["model.fc.weight"] = tensors["fc.weight"].clone()
 
@@ -146,6 +150,7 @@ def _deepseek_v4(config: ConfigDict, tensors: TensorDict) -> None:
         (_confidence_switched_off, ["unexpected", "confidence_head.proj.weight"]),
         (_confidence_missing, ["missing", "confidence_head.proj.bias"]),
         (_unknown_head_type, ["markov_head_type='lstm'", "vanilla"]),
+        (_rnn_with_unused_slot, ["markov_head_type='rnn'", "sample_from_anchor=false"]),
         (_same_tensor_twice, ["fc.weight", "model.fc.weight", "same tensor"]),
         (_integer_weights, ["fc.weight", "I64"]),
         (_deepseek_v4, ["deepseek_v4", "not supported"]),

@@ -65,7 +65,7 @@ def read_card(directory: Path) -> DrafterCard:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return DrafterCard(target="")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     try:
         return _card(raw)

@@ -116,7 +116,7 @@ def _refuse_unsupported(fields: _Fields) -> None:
     projector = fields.get("projector_type")
     if projector is not None and projector != "dspark":
         raise ConfigError(f"projector_type={projector!r} is not supported; supported: 'dspark'")
-    names = " ".join(map(str, fields.raw.get("architectures") or ()))
+    names = ", ".join(map(str, _listed(fields.raw, "architectures")))
     if fields.nested and projector is None and "dspark" not in names.lower() and fields.get("markov_rank") is None:
         raise ConfigError(
             f"architectures=[{names}] with dflash_config but neither projector_type='dspark' nor markov_rank is a "
@@ -138,7 +138,7 @@ def _decoder(fields: _Fields) -> ModelConfig:
             raise ConfigError(f"transformer_layer_config={nested!r} must be an object")
         shape = {"model_type": "qwen3", **nested}
     model_type = shape.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(
             f"model_type={model_type!r} of the draft layers is not supported; supported: "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}"
@@ -147,8 +147,8 @@ def _decoder(fields: _Fields) -> ModelConfig:
         shape = _with_class_defaults(shape)
     # Only the layers' kind matters: drafters are named after themselves, or generically.
     decoder = from_hf({**shape, "architectures": [SUPPORTED_MODEL_TYPES[model_type]]})
-    layer_types = shape.get("layer_types")
-    if layer_types is not None and len(layer_types) != decoder.num_layers:
+    layer_types = _listed(shape, "layer_types")
+    if layer_types and len(layer_types) != decoder.num_layers:
         raise ConfigError(f"layer_types has {len(layer_types)} entries for num_hidden_layers={decoder.num_layers}")
     attention_mode = fields.get("attention_mode")
     expected = "mha" if decoder.num_kv_heads == decoder.num_heads else "gqa"
@@ -158,6 +158,13 @@ def _decoder(fields: _Fields) -> ModelConfig:
             f"num_key_value_heads={decoder.num_kv_heads}, which make it {expected!r}"
         )
     return decoder
+
+
+def _listed(raw: Mapping[str, Any], key: str) -> list[Any]:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, list):
+        raise ConfigError(f"{key}={value!r} must be a list")
+    return value or []
 
 
 def _with_class_defaults(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +186,11 @@ def _normal_form(fields: _Fields, decoder: ModelConfig) -> DrafterConfig:
     if head_type not in get_args(MarkovHeadType):
         raise ConfigError(f"markov_head_type={head_type!r} must be one of {', '.join(get_args(MarkovHeadType))}")
     from_anchor = fields.boolean("sample_from_anchor", default=True)
+    if head_type == "rnn" and not from_anchor:
+        raise ConfigError(
+            "markov_head_type='rnn' with sample_from_anchor=false is not supported: its state passes through the "
+            "unused slot 0; supported: vanilla and gated"
+        )
     gamma = fields.integer("block_size") - (0 if from_anchor else 1)
     if speculators:
         layer_ids = tuple(i - 1 for i in fields.integers("aux_hidden_state_layer_ids"))
@@ -216,8 +228,10 @@ def _normal_form(fields: _Fields, decoder: ModelConfig) -> DrafterConfig:
 
 def _check_proposal_methods(fields: _Fields, gamma: int) -> None:
     """speculators repeats gamma in its proposal methods, where a smaller figure only advises shorter drafting."""
-    methods = (fields.raw.get("speculators_config") or {}).get("proposal_methods") or []
-    for method in methods:
+    section = fields.raw.get("speculators_config") or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"speculators_config={section!r} must be an object")
+    for method in _listed(section, "proposal_methods"):
         tokens = method.get("speculative_tokens") if isinstance(method, Mapping) else None
         if isinstance(tokens, int) and tokens > gamma:
             raise ConfigError(

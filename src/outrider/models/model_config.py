@@ -117,7 +117,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
             return name
     model_type = raw.get("model_type")
     specific = [name for name in names if name.endswith("ForCausalLM") and name not in _GENERIC_ARCHITECTURES]
-    if not specific and model_type in SUPPORTED_MODEL_TYPES:
+    if not specific and isinstance(model_type, str) and model_type in SUPPORTED_MODEL_TYPES:
         return SUPPORTED_MODEL_TYPES[model_type]
     raise ConfigError(
         f"model config: architectures={names} with model_type={model_type!r} is not supported; "
@@ -138,11 +138,11 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         )
     sliding = raw.get("sliding_window")
     layer_types = raw.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
-        raise ConfigError(
-            f"model config: layer_types contains {sorted(set(layer_types) - {'full_attention'})}; "
-            "supported: full_attention only"
-        )
+    if not isinstance(layer_types, list | tuple):
+        raise ConfigError(f"model config: layer_types={layer_types!r} must be a list")
+    others = sorted({str(kind) for kind in layer_types if kind != "full_attention"})
+    if others:
+        raise ConfigError(f"model config: layer_types contains {others}; supported: full_attention only")
     if sliding is not None and raw.get("use_sliding_window", True) and not layer_types:
         raise ConfigError(f"model config: sliding_window={sliding} is not supported; only full attention (null) is")
     activation = raw.get("hidden_act", "silu")
