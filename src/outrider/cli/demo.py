@@ -15,7 +15,8 @@ from outrider.cli.generate import encode_prompt, peak_rss_bytes
 from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
-from outrider.engine.setup import build_engine
+from outrider.engine.setup import build_engine, resolve
+from outrider.models.source import load_model
 from outrider.outputs import RequestOutput, SpecCounters
 from outrider.sampling_params import SamplingParams
 
@@ -47,13 +48,15 @@ def demo_command(
     """Stream an answer with the drafter, then run the same without drafting and with prompt lookup, and compare."""
     console = Console()
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=engine_args.seed)
+    target = load_model(engine_args.model, dtype=resolve(engine_args).config.dtype)
     runs = []
     for draft in (engine_args.draft, "none", "lookup"):
         gamma = engine_args.num_speculative_tokens if draft == engine_args.draft else None
         core = build_engine(
             dataclasses.replace(
                 engine_args, draft=draft, num_speculative_tokens=gamma, kv_cache_memory_bytes=_small_kv(engine_args)
-            )
+            ),
+            target=target,
         )
         first = draft == engine_args.draft
         if first:

@@ -46,6 +46,8 @@ from outrider.spec_decode.verify_length import choose_verify_lengths
 
 logger = get_logger(__name__)
 
+NOT_FINITE = "the model's logits are not finite (NaN or infinity) at this request's position"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
@@ -73,6 +75,7 @@ class Emission:
     logprobs: Seq[RawLogprobs]
     first_row: int  # of its rows in the verify pass
     num_offered: int  # drafts verified; -1: the token comes from prefill and belongs to no round
+    error: str  # why the request cannot go on; "" if it can
 
 
 class EngineCore:
@@ -204,6 +207,8 @@ class EngineCore:
             )
             for chunk in chunks
         ]
+        for chunk in chunks:
+            self._group_of[chunk.request.request_id].note_scheduled()
         output = self._runner.run(self._builder.prefill(pass_plan, rows))
         self._proposer.write_context(taps_NF=output.taps_NF, positions_N=output.positions_N, slots_N=output.slots_N)
         sampling = [self._sequences[chunk.request.request_id] for chunk in chunks if chunk.samples]
@@ -214,21 +219,19 @@ class EngineCore:
         logprobs = self._logprobs(
             output, [(s, row, (token,)) for row, (s, token) in enumerate(zip(sampling, tokens, strict=True))]
         )
-        first = {
-            s.request.request_id: ((token,), found) for s, token, found in zip(sampling, tokens, logprobs, strict=True)
-        }
-        nothing: tuple[tuple[int, ...], Seq[RawLogprobs]] = ((), ())
+        sampled = iter(zip(tokens, logprobs, output.finite_K, strict=True))
         emissions = []
         for chunk in chunks:
-            token_ids, found = first.get(chunk.request.request_id, nothing)
+            token, found, finite = next(sampled) if chunk.samples else (-1, (), True)
             emissions.append(
                 Emission(
                     sequence=self._sequences[chunk.request.request_id],
                     num_computed=chunk.length,
-                    token_ids=token_ids,
+                    token_ids=(token,) if chunk.samples else (),
                     logprobs=found,
                     first_row=-1,
                     num_offered=-1,
+                    error="" if finite else NOT_FINITE,
                 )
             )
         return emissions
@@ -295,8 +298,9 @@ class EngineCore:
                 logprobs=found,
                 first_row=start,
                 num_offered=window.num_offered,
+                error="" if all(verified.finite_K[start : start + width]) else NOT_FINITE,
             )
-            for window, result, found, start in zip(windows, accepted, logprobs, starts, strict=True)
+            for window, result, found, start, width in zip(windows, accepted, logprobs, starts, widths, strict=True)
         ]
 
     def _logprobs(self, output: TargetOutput, spans: Seq[tuple[Sequence, int, Seq[int]]]) -> list[Seq[RawLogprobs]]:
@@ -341,6 +345,9 @@ class EngineCore:
     def _take(self, emission: Emission) -> int:
         """Hand tokens to their sequence. A failure here (a tokenizer's, say) ends that request alone."""
         sequence = emission.sequence
+        if emission.error:
+            sequence.end("error", error=emission.error)
+            return 0
         if not emission.token_ids:
             return 0
         try:
@@ -354,7 +361,6 @@ class EngineCore:
     def _commit_one(self, emission: Emission, num_kept: int, changed: dict[str, RequestGroup]) -> None:
         sequence, request = emission.sequence, emission.sequence.request
         group = self._group_of[request.request_id]
-        group.note_scheduled()
         if sequence.finish_reason == "error":
             self._scheduler.finish(request, "error")
         else:
@@ -404,7 +410,8 @@ class EngineCore:
         request_id = sequence.request.request_id
         group = self._group_of.pop(request_id)
         del self._sequences[request_id]
-        if group.finished:
+        # Not ``group.finished``: that is true already when the first of several ends in the same step as the last.
+        if not any(member.request.request_id in self._group_of for member in group.sequences):
             del self._groups[group.request_id]
 
     def stats(self) -> EngineStats:

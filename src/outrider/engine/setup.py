@@ -111,11 +111,14 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     return ResolvedEngine(config=config, model=model, drafters=drafters, layout=layout)
 
 
-def build_engine(args: EngineArgs) -> EngineCore:
-    """Resolve, load and assemble; then hold the drafter against the figure stored beside it."""
+def build_engine(args: EngineArgs, *, target: LoadedModel | None = None) -> EngineCore:
+    """Resolve, load and assemble; then hold the drafter against the figure stored beside it.
+
+    ``target`` is the model that ``args`` name, where it is in memory already: engines may share one.
+    """
     resolved = resolve(args)
     config, device = resolved.config, torch.device("cpu")
-    loaded = load_model(
+    loaded = target or load_model(
         config.model, dtype=config.dtype, device=str(device), attention_backend=config.attention_backend
     )
     parallel = ParallelState.single()

@@ -19,7 +19,8 @@ from outrider.runner.graph_runner import GraphKey, GraphRunner
 class TargetOutput:
     """What one pass of the target gives. N rows that really ran, K rows with logits, F tapped width."""
 
-    logits_KV: Tensor  # fp32
+    logits_KV: Tensor  # fp32; rows that are not finite are zeroed
+    finite_K: tuple[bool, ...]  # False: the model gave NaN or infinity, so the row's request cannot go on
     taps_NF: Tensor
     positions_N: Tensor  # int64
     slots_N: Tensor  # int64
@@ -52,8 +53,13 @@ class ModelRunner:
                 hidden_KD = output.hidden_ND[:real]
             case _:
                 assert_never(batch)
+        logits_KV = self._target.compute_logits(hidden_KD)
+        finite_K = logits_KV.sum(dim=-1).isfinite()
+        if not bool(finite_K.all()):
+            logits_KV = torch.where(finite_K[:, None], logits_KV, 0.0)
         return TargetOutput(
-            logits_KV=self._target.compute_logits(hidden_KD),
+            logits_KV=logits_KV,
+            finite_K=tuple(finite_K.tolist()),
             taps_NF=output.taps_NF[:real],
             positions_N=batch.positions_N[:real],
             slots_N=batch.metadata.slot_mapping_N[:real],

@@ -101,7 +101,9 @@ def propose(
             LogitRow(row.state, prefix, row.position + k, row.anchor_position)
             for row, prefix in zip(rows, prefixes, strict=True)
         ]
-        dist = process(base_logits_RGV[:, k] + bias_RV, step_rows, column_of_id=column_of_id)
+        # A drafter may be wrong, never fatal: NaN would make the draw fall outside the vocabulary.
+        logits_RV = torch.nan_to_num(base_logits_RGV[:, k] + bias_RV)
+        dist = process(logits_RV, step_rows, column_of_id=column_of_id)
         columns_R = sample_at(dist, uniform_GR[k])
         prev_ids_R = columns_R if identity else draft_to_target_V[columns_R]
         drafts.append(prev_ids_R)
