@@ -47,7 +47,7 @@ class GGUFFile:
             self._data: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
-        cursor = _Cursor(path, memoryview(self._data))
+        cursor = _Cursor(path, self._data.data)
         if (magic := bytes(cursor.take(4))) != _MAGIC:
             raise CheckpointError(f"{path}: not a GGUF file (it starts with {magic!r}, not {_MAGIC!r})")
         version = cursor.number("I")
