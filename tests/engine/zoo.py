@@ -1,0 +1,114 @@
+"""Fixture models by name, engines over them, and the comparisons that the engine's tests share."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests import fixtures
+
+from outrider import LLM, SamplingParams
+from outrider.engine.engine_core import EngineCore
+from outrider.outputs import RequestOutput
+
+TARGET_PROBABILITIES = {7: 0.10, 8: 0.60, 9: 0.30}  # of case T5
+DRAFT_PROBABILITIES = {7: 0.45, 8: 0.10, 9: 0.45}
+TIE = 1e-4  # a top-2 gap below this may fall either way when rows are batched differently
+SMALL_POOL = 1 << 22  # bytes; 170 blocks with a drafter
+
+_MAKERS: dict[str, Callable[[Path], Path]] = {
+    "cycle": fixtures.make_cycle_target,
+    "layered": fixtures.make_layered_target,
+    "rand": fixtures.make_rand_target,
+    "fixed": lambda path: fixtures.make_fixed_target(path, probabilities=TARGET_PROBABILITIES),
+    "perfect": fixtures.make_perfect_drafter,
+    "wrong": fixtures.make_wrong_drafter,
+    "half": fixtures.make_half_drafter,
+    "context": fixtures.make_context_drafter,
+    "random": fixtures.make_random_drafter,
+    "fixed-drafter": lambda path: fixtures.make_fixed_drafter(path, probabilities=DRAFT_PROBABILITIES),
+}
+
+
+class Zoo:
+    """Writes each model once, on first use."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def path(self, name: str) -> Path:
+        path = self._root / name
+        return path if path.is_dir() else _MAKERS[name](path)
+
+    def edited(self, name: str, **config_changes: Any) -> Path:
+        """A copy of a model with a changed configuration and the same tensors."""
+        path = self._root / f"{name} with {json.dumps(config_changes)}"
+        if not path.is_dir():
+            shutil.copytree(self.path(name), path)
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            (path / "config.json").write_text(json.dumps({**config, **config_changes}), encoding="utf-8")
+        return path
+
+    def llm(self, target: str, drafter: str = "none", gamma: int | None = None, **engine_args: Any) -> LLM:
+        """An engine over a small pool. drafter: a name of the zoo, a path, "none" or "lookup"."""
+        draft = str(self.path(drafter)) if drafter in _MAKERS else drafter
+        args: dict[str, Any] = {"kv_cache_memory_bytes": SMALL_POOL, **engine_args}
+        return LLM(str(self.path(target)), draft=draft, num_speculative_tokens=gamma, **args)
+
+
+def greedy(max_tokens: int = 64, **params: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
+
+
+def generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    return llm.generate(list(prompts), params, use_tqdm=False)
+
+
+def tokens(output: RequestOutput, index: int = 0) -> list[int]:
+    return list(output.outputs[index].token_ids)
+
+
+def random_prompt(length: int, *, seed: int = 0) -> list[int]:
+    """Tokens that are not on CYCLE's orbit in order; specials left out."""
+    return [(37 * i * i + 11 * i + 17 * seed + 5) % fixtures.CYCLE for i in range(length)]
+
+
+def run_to_end(core: EngineCore) -> dict[str, RequestOutput]:
+    """Step until nothing is left; the finished outputs by request id."""
+    finished: dict[str, RequestOutput] = {}
+    while core.has_unfinished:
+        finished |= {output.request_id: output for output in core.step() if output.finished}
+    return finished
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    position: int  # of the output
+    reference_gap: float  # the reference's top-2 gap there
+
+
+def first_difference(reference: RequestOutput, other: RequestOutput) -> Difference | None:
+    """Where two greedy outputs part; the reference was run with ``logprobs`` of at least 2."""
+    expected, found = tokens(reference), tokens(other)
+    logprobs = reference.outputs[0].logprobs
+    assert logprobs is not None, "the reference needs logprobs=2"
+    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            first, second = logprobs[position].top[:2]
+            return Difference(position, first.logprob - second.logprob)
+    assert len(expected) == len(found), (len(expected), len(found))
+    return None
+
+
+def assert_same_but_for_ties(reference: RequestOutput, other: RequestOutput, what: str) -> None:
+    """Identical, or parted at a numerical tie, which is printed."""
+    difference = first_difference(reference, other)
+    if difference is not None:
+        print(f"{what}: differs at {difference.position}, reference top-2 gap {difference.reference_gap:.2e}")
+        assert difference.reference_gap < TIE, f"{what}: {difference}"
