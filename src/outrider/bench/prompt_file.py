@@ -1,4 +1,8 @@
-"""Prompt files: one JSON object a line, ``{"turns": ["first question", ...]}``; other keys and later turns are ignored."""
+"""Prompts for measuring: files of them, and their token ids.
+
+A prompt file has one JSON object a line, ``{"turns": ["first question", ...]}``. Other keys and later turns mean
+nothing here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 from pathlib import Path
 
 from outrider.errors import ConfigError
+from outrider.models.tokenizer import Tokenizer
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
@@ -28,6 +33,13 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
     if not prompts:
         raise ConfigError(f"prompt file {path} has no prompts")
     return prompts
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, *, raw: bool) -> list[int]:
+    """Token ids of one user message through the chat template; of the bare text with ``raw`` or without a template."""
+    if raw or not tokenizer.has_chat_template:
+        return tokenizer.encode(text, add_special_tokens=True)
+    return tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True)
 
 
 def _first_turn(line: str, *, where: str) -> str:

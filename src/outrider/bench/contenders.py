@@ -1,0 +1,70 @@
+"""The engines that are compared: drafting as asked for, prompt lookup, and no drafting, over one loaded target.
+
+They differ in the proposer alone: same weights, same kernels, same limits, and prompt lookup proposes as many tokens
+as the drafter does. Prefix caching is off, or a repetition would find its own prompts in the cache. The KV pools are
+as small as the workload allows, so that peak memory says something although several engines are in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.bench.workload import BenchRequest
+from outrider.config import EngineArgs, EngineConfig, ProposerName
+from outrider.engine.engine_core import EngineCore
+from outrider.engine.llm import OFFLINE_MAX_WAITING
+from outrider.engine.setup import build_engine, resolve
+from outrider.models.source import LoadedModel, load_model
+from outrider.models.tokenizer import Tokenizer
+
+_LEAST_KV_TOKENS = 4096  # for the drafter's self-test
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contenders:
+    args: EngineArgs  # as asked for, prefix caching and the limit of the queue off
+    config: EngineConfig  # what they resolve to
+    target: LoadedModel
+
+    @classmethod
+    def load(cls, args: EngineArgs) -> Contenders:
+        """Resolve first, so that what cannot run is refused before weights load."""
+        args = dataclasses.replace(args, enable_prefix_caching=False, max_num_waiting=OFFLINE_MAX_WAITING)
+        config = resolve(args).config
+        target = load_model(config.model, dtype=config.dtype, attention_backend=config.attention_backend)
+        return cls(args=args, config=config, target=target)
+
+    @property
+    def names(self) -> tuple[ProposerName, ...]:
+        """What was asked for first; drafting off last."""
+        return ("dspark", "lookup", "none") if self.config.proposer == "dspark" else ("lookup", "none")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.target.tokenizer
+
+    def build(self, name: ProposerName, *, num_kv_tokens: int) -> EngineCore:
+        """A fresh engine with this proposer and room for ``num_kv_tokens`` tokens, unless the user set the memory."""
+        args = self.args
+        if name != self.config.proposer:
+            args = dataclasses.replace(
+                args,
+                draft=name,
+                num_speculative_tokens=self.config.num_speculative_tokens or args.num_speculative_tokens,
+                draft_confidence_threshold=0.0,
+            )
+        if args.kv_cache_memory_bytes is None:
+            layout = resolve(args).layout
+            blocks = -(-max(num_kv_tokens, _LEAST_KV_TOKENS) // layout.kv_block_size)
+            needed = blocks * layout.kv_block_size * layout.bytes_per_token
+            args = dataclasses.replace(args, kv_cache_memory_bytes=min(needed, layout.total_bytes))
+        return build_engine(args, target=self.target)
+
+    def num_kv_tokens(self, requests: Sequence[BenchRequest], *, max_concurrency: int) -> int:
+        """Room for as many of the longest requests as run together, with the window of a round behind each."""
+        block, window = self.config.kv_block_size, self.config.num_speculative_tokens + 1
+        longest = max(len(request.token_ids) + (request.params.max_tokens or 0) for request in requests)
+        together = min(max_concurrency, self.args.max_num_seqs, len(requests))
+        return together * (longest + window + block)
