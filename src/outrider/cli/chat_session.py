@@ -36,7 +36,7 @@ class ChatTotals:
     turns: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    decode_tokens: int = 0  # all but each answer's first
+    decode_tokens: int = 0  # all but each answer's first, of answers that were not stopped
     decode_s: float = 0.0
     last_ttft_s: float = 0.0
     spec: SpecCounters = field(default_factory=SpecCounters)
@@ -48,8 +48,9 @@ class ChatTotals:
         self.completion_tokens += num_tokens
         if num_tokens:
             self.last_ttft_s = output.timing.ttft_s
+        if output.finished and num_tokens:
             self.decode_tokens += num_tokens - 1
-            self.decode_s += max(output.timing.e2e_s - output.timing.ttft_s, 0.0)
+            self.decode_s += output.timing.e2e_s - output.timing.ttft_s
         self.spec = merge_counters((self.spec, output.spec))
 
     @property

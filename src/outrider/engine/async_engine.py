@@ -161,9 +161,9 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 self._take_commands(block=not self._core.has_unfinished)
-                if self._core.has_unfinished:
-                    self._publish(self._core.step())
-                self._stats = self._core.stats()
+                outputs = self._core.step() if self._core.has_unfinished else []
+                self._stats = self._core.stats()  # first: who has its answer finds it counted
+                self._publish(outputs)
         except Exception as error:
             logger.exception("the engine loop ended by an error")
             self._death = EngineDeadError(f"the engine loop ended by {type(error).__name__}: {error}")

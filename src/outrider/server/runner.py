@@ -107,8 +107,8 @@ class HttpServer:
         try:
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             drained = await self._drain()
-            stats = self._engine.stats()
             await self._engine.shutdown(0.0)
+            stats = self._engine.stats()
             self._uvicorn.should_exit = True
             await serving
         finally:
