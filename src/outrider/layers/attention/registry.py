@@ -14,4 +14,4 @@ AttentionBackendName = Literal["auto", "reference"]
 def get_attention_backend(name: str) -> AttentionBackend:
     if name in ("auto", "reference"):
         return ReferenceAttention()
-    raise ConfigError(f"attention backend {name!r} is unknown; supported: auto, reference")
+    raise ConfigError(f"attention_backend={name!r} must be one of auto, reference")
