@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from outrider.bench.prompt_file import read_prompts
+from outrider.bench.figures import peak_rss_bytes
+from outrider.bench.prompt_file import encode_prompt, read_prompts
 from outrider.cli import PROCESS_START
 from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line, spec_json
@@ -19,7 +19,6 @@ from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
 from outrider.engine.setup import build_engine
 from outrider.errors import InvalidRequestError
-from outrider.models.tokenizer import Tokenizer
 from outrider.outputs import RequestOutput
 from outrider.sampling_params import SamplingParams
 from outrider.spec_decode.counters import merge_counters
@@ -110,13 +109,6 @@ def run_prompts(
     return [finished[str(i)] for i in range(len(texts))]
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, *, raw: bool) -> list[int]:
-    """Token ids of one user message through the chat template; of the bare text with ``raw`` or without a template."""
-    if raw or not tokenizer.has_chat_template:
-        return tokenizer.encode(text, add_special_tokens=True)
-    return tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True)
-
-
 def report(
     texts: Sequence[str], outputs: Sequence[RequestOutput], *, startup_s: float, elapsed_s: float
 ) -> dict[str, object]:
@@ -155,12 +147,6 @@ def report(
         },
         "peak_rss_bytes": peak_rss_bytes(),
     }
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _show_progress(done: int, total: int) -> None:
