@@ -65,11 +65,6 @@ def load_model(
         config, tokenizer, model = _load_directory(path, dtype, device, attention_backend)
     else:
         config, tokenizer, model = _load_gguf(path, dtype, device, attention_backend)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, more than the "
-            f"model's vocab_size={config.vocab_size}"
-        )
     return LoadedModel(model=model, config=config, tokenizer=tokenizer, name=name_or_path, path=path)
 
 
@@ -100,6 +95,7 @@ def _load_gguf(
     file = GGUFFile(path)
     config = from_gguf(file.metadata, file.tensor_shapes)
     tokenizer = Tokenizer.from_gguf(file.metadata, eos_token_ids=config.eos_token_ids)
+    _check_vocabulary(tokenizer, config, path)
     model = _new_model(config, dtype, device, attention_backend)
     with _progress(model, path) as advance:
         load_weights(model, iterate_gguf(file, config), source=str(path), on_tensor=advance)
@@ -113,10 +109,20 @@ def _load_directory(
     generation = read_json(generation_path) if generation_path.is_file() else {}
     config = from_hf(read_json(path / "config.json"), generation_config=generation)
     tokenizer = Tokenizer.from_directory(path, eos_token_ids=config.eos_token_ids)
+    _check_vocabulary(tokenizer, config, path)
     model = _new_model(config, dtype, device, attention_backend)
     with _progress(model, path) as advance:
         load_weights(model, iterate_safetensors(path), source=str(path), on_tensor=advance)
     return config, tokenizer, model
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> None:
+    """A tokenizer may know fewer ids than the model has rows (padding), never more."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's "
+            f"vocab_size={config.vocab_size}"
+        )
 
 
 def _new_model(config: ModelConfig, dtype: DTypeName, device: str, attention_backend: str) -> Decoder:
