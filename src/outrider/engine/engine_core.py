@@ -298,9 +298,10 @@ class EngineCore:
                 logprobs=found,
                 first_row=start,
                 num_offered=window.num_offered,
-                error="" if all(verified.finite_K[start : start + width]) else NOT_FINITE,
+                # Rows behind the emitted tokens belong to rejected drafts, which the target alone would never have run.
+                error="" if all(verified.finite_K[start : start + len(result.token_ids)]) else NOT_FINITE,
             )
-            for window, result, found, start, width in zip(windows, accepted, logprobs, starts, widths, strict=True)
+            for window, result, found, start in zip(windows, accepted, logprobs, starts, strict=True)
         ]
 
     def _logprobs(self, output: TargetOutput, spans: Seq[tuple[Sequence, int, Seq[int]]]) -> list[Seq[RawLogprobs]]:
