@@ -26,6 +26,7 @@ from outrider.train.data import SequenceRows, TokenStore
 from outrider.train.fast_ops import decode_attention, sample_rows
 from outrider.train.prompts import QuestionFilter
 
+_PATIENCE = 5000  # given questions refused in a row before giving up
 _MARK = "\u241eQUESTION\u241e"
 
 
@@ -261,10 +262,17 @@ def generate(
     """Fill ``store`` with the target's answers until it is full or ``max_seconds`` have passed."""
 
     def encoded() -> Iterator[list[int]]:
+        refused = 0
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
             if len(ids) <= settings.max_question_tokens and question_filter.admit(text):
+                refused = 0
                 yield ids
+            elif (refused := refused + 1) == _PATIENCE:
+                raise ConfigError(
+                    f"the last {_PATIENCE} templated questions were repeated, excluded or longer than "
+                    f"max_question_tokens={settings.max_question_tokens}"
+                )
 
     def admit(ids: list[int]) -> bool:
         return question_filter.admit(tokenizer.decode(ids, skip_special_tokens=False))

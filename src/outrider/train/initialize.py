@@ -28,12 +28,13 @@ def choose_draft_vocab(store: TokenStore, tokenizer: Tokenizer, *, vocab_size: i
     if size >= vocab_size:
         return torch.arange(vocab_size)
     counts_V = torch.bincount(store.tokens_C[: store.used].long(), minlength=vocab_size).double()
-    always = [*tokenizer.special_token_ids, *tokenizer.eos_token_ids]
-    always += [i for i in range(tokenizer.vocab_size) if len(tokenizer.id_to_token(i)) == 1]
-    if len(set(always)) > size:
-        raise ConfigError(f"draft_vocab_size={size} does not hold the {len(set(always))} special and one-character ids")
+    characters = [i for i in range(tokenizer.vocab_size) if len(tokenizer.id_to_token(i)) == 1]
+    specials = sorted({*tokenizer.special_token_ids, *tokenizer.eos_token_ids})
+    if len(specials) > size:
+        raise ConfigError(f"draft_vocab_size={size} does not hold the {len(specials)} special ids")
     counts_V -= torch.arange(vocab_size) / vocab_size  # ids without a count: the lower, the more common in general
-    counts_V[torch.tensor(always)] = torch.inf
+    counts_V[characters] += store.used + 1
+    counts_V[specials] = torch.inf
     return counts_V.topk(size).indices.sort().values
 
 
@@ -56,7 +57,7 @@ def initialize(drafter: DSparkDrafter, target: Decoder, store: TokenStore, *, la
         assert isinstance(layer, DecoderLayer)
         assert isinstance(source, DecoderLayer)
         _copy_layer(layer, source, context_norm_D)
-        if drafter.config.decoder.qk_norm:
+        if drafter.config.decoder.qk_norm and not target.config.qk_norm:
             _set_head_norms(layer, context_ND)
     if drafter.markov_head is not None:
         generator = torch.Generator().manual_seed(0)

@@ -99,7 +99,7 @@ extern "C" void slot_losses(bf16* logits, const bf16* teacher, const float* lse,
       const float a = qp[v] * inverse, d = a - pp[v];
       qp[v] = a;
       gap += std::fabs(d);
-      pull += d > 0.f ? a : (d < 0.f ? -a : 0.f);
+      pull += a * (float(d > 0.f) - float(d < 0.f));
     }
     const float outside = std::max(0.f, 1.f - mass), inside = y >= 0 ? 1.f : 0.f;
     const float log_q = y >= 0 ? up(z[y]) - top - log_total : 0.f;

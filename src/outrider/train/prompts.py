@@ -247,11 +247,12 @@ def read_excluded(paths: Iterable[Path]) -> list[str]:
         except OSError as error:
             raise ConfigError(f"exclude-prompts: {path} cannot be read ({error.strerror})") from error
         for line in filter(str.strip, lines):
-            questions += _questions_of(line)
+            questions += questions_of(line)
     return questions
 
 
-def _questions_of(line: str) -> list[str]:
+def questions_of(line: str) -> list[str]:
+    """The turns of one line of such a file."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:

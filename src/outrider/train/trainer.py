@@ -45,13 +45,13 @@ class TrainSettings:
     anchors: int  # per sequence
     optimizer: Literal["adamw", "muon"]
     learning_rate: float
-    warmup: float  # share of the run
-    clip: float
-    slot_decay: float
-    kl_until: float  # progress at which KL is gone; it fades from kl_from
-    kl_from: float
-    ce: float
     seed: int
+    warmup: float = 0.04  # share of the run
+    clip: float = 1.0
+    slot_decay: float = 2.5  # slot k weighs exp(-k / slot_decay)
+    kl_from: float = 0.2  # progress until which the loss is KL alone; it fades
+    kl_until: float = 0.6  # from there to here
+    ce: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,11 @@ def make_optimizers(parameters: dict[str, nn.Parameter], settings: TrainSettings
     others = [parameter for name, parameter in parameters.items() if not is_matrix(name)]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
-            [{"params": others, "rate": 1.0}], lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            [{"params": others, "rate": 1.0}],
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=True,
         )
     ]
     if matrices:

@@ -1,0 +1,89 @@
+"""``outrider train`` from end to end on a tiny target: data, training, resuming, export, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.train import train_command
+from outrider.models.drafter_card import read_card
+from outrider.models.drafter_checkpoint import load_drafter
+from outrider.models.source import load_model
+from tests.fixtures import make_rand_target
+
+_SMALL = (
+    "--num-speculative-tokens 3 --target-layer-ids 0,1 --init-layer-ids 2,3 --markov-rank 6 --draft-vocab-size 60 "
+    "--generate-tokens 4000 --lanes 4 --max-question-tokens 90 --max-answer-tokens 16 --own-question-share 0.5 "
+    "--steps 6 --sequences 3 --anchors 5 --held-out 12 --checkpoint-every 3 --evaluate-tokens 8 --dtype float32 --json"
+).split()
+
+
+def _run(target: Path, output: Path, *extra: str) -> dict[str, object]:
+    app = typer.Typer()
+    app.command()(train_command)
+    result = CliRunner().invoke(app, [str(target), "--output", str(output), *_SMALL, *extra])
+    assert result.stdout, result.output
+    summary: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
+    return {"exit": result.exit_code, **summary}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_rand_target(tmp_path_factory.mktemp("target"))
+
+
+def test_trains_exports_and_resumes(target: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"turns": ["hello there"]}\n{"turns": ["who are you"]}\n')
+    summary = _run(target, tmp_path / "run", "--evaluate-prompts", str(questions))
+    assert summary["exit"] == 0, summary
+    assert summary["steps"] == 6
+    measurements = summary["measurements"]
+    assert isinstance(measurements, list)
+    assert [m["temperature"] for m in measurements] == [0.0, 1.0]
+    assert all(1.0 <= m["accepted_length"] <= 4.0 for m in measurements)
+
+    loaded = load_model(str(target))
+    drafter = load_drafter(
+        tmp_path / "run" / "drafter",
+        target_config=loaded.config,
+        embed_weight=loaded.model.embed_tokens.weight,
+        lm_head_weight=loaded.model.lm_head.weight,
+    )
+    assert drafter.config.num_speculative_tokens == 3
+    assert drafter.config.draft_vocab_size == 60
+    assert torch.equal(drafter.model.lm_head.weight, loaded.model.lm_head.weight[drafter.model.draft_to_target_V])
+    card = read_card(tmp_path / "run" / "drafter")
+    assert card.selftest is not None
+    assert card.selftest.floor <= card.selftest.accepted_length
+
+    refused = _run(target, tmp_path / "run")
+    assert refused["exit"] == 1
+    assert "already holds a run" in str(refused["error"])
+    changed = _run(target, tmp_path / "run", "--resume", "--learning-rate", "0.5")
+    assert changed["exit"] == 1
+    assert "learning_rate" in str(changed["error"])
+    resumed = _run(target, tmp_path / "run", "--resume")
+    assert resumed["exit"] == 0, resumed
+    assert resumed["held_out"] == summary["held_out"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--target-layer-ids", "0,4", "0..3"),
+        ("--temperatures", "warm", "temperatures"),
+        ("--held-out", "5000", "held_out=5000"),
+        ("--exclude-prompts", "/does/not/exist", "exclude-prompts"),
+        ("--max-answer-tokens", "4000", "max_position_embeddings"),
+    ],
+)
+def test_refuses(target: Path, tmp_path: Path, option: str, value: str, message: str) -> None:
+    refused = _run(target, tmp_path / "run", option, value)
+    assert refused["exit"] == 1
+    assert message in str(refused["error"])
