@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -227,6 +228,7 @@ def test_short_memory_preempts_the_youngest_which_resumes_with_its_anchor() -> N
     assert preempted == ["young"]
     assert young.status is RequestStatus.PREEMPTED
     assert young.block_ids == []
+    assert young.num_computed_tokens == 0
     assert young.num_preemptions == scheduler.num_preemptions_total == 1
     while not old.is_finished:
         run(scheduler, scheduler.schedule())
@@ -257,6 +259,40 @@ def test_a_request_that_finds_all_its_prefix_again_decodes_in_the_same_step() ->
     run(scheduler, output)
     drain(scheduler)
     assert old.num_tokens == young.num_tokens == 34
+
+
+def test_a_request_with_nothing_to_prefill_waits_until_the_budget_has_room_for_its_row() -> None:
+    scheduler = make_scheduler(num_blocks=12, gamma=3, max_num_batched_tokens=8)
+    for name in ("old", "young"):
+        add(scheduler, name, 4, max_tokens=6)
+    run(scheduler, scheduler.schedule())
+    for _ in range(4):
+        run(scheduler, scheduler.schedule())
+    add(scheduler, "third", 5, max_tokens=1)
+    young = scheduler.get("young")
+    assert young is not None
+    scheduler._preempt(young)
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=7)
+    output = scheduler.schedule()
+    assert decodes(output) == [("old", 4)]
+    assert prefills(output) == []
+    run(scheduler, output)  # old ends
+    assert decodes(scheduler.schedule()) == [("young", 4)]
+    drain(scheduler)
+
+
+def test_a_new_request_leaves_a_block_for_each_running_one() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
+    add(scheduler, "a", 4, max_tokens=4)
+    run(scheduler, scheduler.schedule())
+    add(scheduler, "b", 8, max_tokens=1)  # two blocks, which are free beside the two of a's window
+    output = scheduler.schedule()
+    assert decodes(output) == [("a", 4)]
+    assert prefills(output) == []
+    assert scheduler.kv_cache.num_free == 2
+    run(scheduler, output, emitted=lambda _: 4)
+    assert prefills(scheduler.schedule()) == [("b", 0, 8, True)]
+    drain(scheduler)
 
 
 def test_prefix_hit_skips_committed_blocks_and_is_counted() -> None:

@@ -16,7 +16,6 @@ State changes with ``commit``, not with ``schedule``: a scheduled row that was n
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,8 +64,9 @@ class Scheduler:
         self.num_speculative_tokens = num_speculative_tokens
         self.num_preemptions_total = 0
         self.num_finished: Counter[FinishReason] = Counter()
-        self._waiting: deque[Request] = deque()  # oldest first; preempted requests are at the front
-        self._running: list[Request] = []  # oldest first
+        # Both oldest first, and whoever runs is older than all who wait: only the youngest is ever sent back.
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
         self._requests: dict[str, Request] = {}  # every unfinished one
         self._next_arrival = 0
         self._next_turn = 0
@@ -134,7 +134,7 @@ class Scheduler:
         for request in self._running:
             if not request.is_decoding:
                 budget -= self._append_chunk(chunks, request, budget)
-        if not preempted:  # memory is short otherwise
+        if not preempted:  # else the first in the queue has just lost its blocks, and cannot have them back yet
             self._admit(rows, chunks, budget)
         rows.sort(key=lambda row: row.request.arrival_index)
         return SchedulerOutput(prefills=tuple(chunks), decodes=tuple(rows), preempted=tuple(preempted))
@@ -222,7 +222,8 @@ class Scheduler:
             request.num_cached_tokens = num_matched
         if request.num_preemptions == 0:  # a request's own blocks found again are no hit
             self.kv_cache.count_lookup(num_queried=request.num_prompt_tokens, num_hit=num_matched)
-        insort(self._running, request, key=lambda other: other.arrival_index)
+        assert not self._running or self._running[-1].arrival_index < request.arrival_index
+        self._running.append(request)
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
