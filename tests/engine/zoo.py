@@ -19,6 +19,7 @@ TARGET_PROBABILITIES = {7: 0.10, 8: 0.60, 9: 0.30}  # of case T5
 DRAFT_PROBABILITIES = {7: 0.45, 8: 0.10, 9: 0.45}
 TIE = 1e-4  # a top-2 gap below this may fall either way when rows are batched differently
 SMALL_POOL = 1 << 22  # bytes; 170 blocks with a drafter
+BLOCK_BYTES = 16 * 2 * (fixtures.LAYERS + fixtures.DRAFT_LAYERS) * fixtures.KV_HEADS * fixtures.HEAD_DIM * 4  # the same
 
 _MAKERS: dict[str, Callable[[Path], Path]] = {
     "cycle": fixtures.make_cycle_target,
@@ -54,10 +55,11 @@ class Zoo:
         return path
 
     def llm(self, target: str, drafter: str = "none", gamma: int | None = None, **engine_args: Any) -> LLM:
-        """An engine over a small pool. drafter: a name of the zoo, a path, "none" or "lookup"."""
+        """An engine over a small pool. Both models: a name of the zoo or a path; drafter also "none" or "lookup"."""
+        model = str(self.path(target)) if target in _MAKERS else target
         draft = str(self.path(drafter)) if drafter in _MAKERS else drafter
         args: dict[str, Any] = {"kv_cache_memory_bytes": SMALL_POOL, **engine_args}
-        return LLM(str(self.path(target)), draft=draft, num_speculative_tokens=gamma, **args)
+        return LLM(model, draft=draft, num_speculative_tokens=gamma, **args)
 
 
 def greedy(max_tokens: int = 64, **params: Any) -> SamplingParams:
