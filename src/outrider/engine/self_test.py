@@ -15,15 +15,24 @@ from outrider.sampling_params import SamplingParams
 logger = get_logger(__name__)
 
 
-def run_self_test(core: EngineCore, card: DrafterCard) -> float:
-    """Accepted length over the card's prompts, greedily decoded; 0.0 if the card has no test or none of it fits.
+def run_self_test(core: EngineCore, card: DrafterCard, *, num_speculative_tokens: int) -> float:
+    """Accepted length over the card's prompts, greedily decoded; 0.0 if the card has no test or it cannot be run.
+
+    The card's figure holds for the drafter's whole block of ``num_speculative_tokens``, all of it verified; where the
+    engine drafts or verifies less there is nothing to hold it against.
 
     ``core`` is used up by this: its counters and prefix cache hold the test's.
     """
     test = card.selftest
     if test is None:
         return 0.0
-    gamma = core.config.num_speculative_tokens
+    gamma, threshold = core.config.num_speculative_tokens, core.config.draft_confidence_threshold
+    if gamma < num_speculative_tokens or threshold > 0.0:
+        logger.info(
+            "drafter self-test: not run with num_speculative_tokens=%d of %d and draft_confidence_threshold=%g",
+            gamma, num_speculative_tokens, threshold,
+        )  # fmt: skip
+        return 0.0
     params = SamplingParams(temperature=0.0, max_tokens=test.max_tokens, ignore_eos=True)
     prompts = [p for p in test.prompts if len(p) + test.max_tokens <= core.config.max_model_len]
     for index, prompt in enumerate(prompts):

@@ -62,9 +62,9 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     model = describe_model(args.model)
     dtype: DTypeName = model.dtype if args.dtype == "auto" else args.dtype
     limit = model.config.max_position_embeddings
-    max_model_len = args.max_model_len if args.max_model_len is not None else limit
-    if max_model_len > limit:
-        raise ConfigError(f"max_model_len={max_model_len} exceeds the model's max_position_embeddings={limit}")
+    wanted_len = args.max_model_len if args.max_model_len is not None else limit
+    if wanted_len > limit:
+        raise ConfigError(f"max_model_len={wanted_len} exceeds the model's max_position_embeddings={limit}")
     get_attention_backend(args.attention_backend)
     path, drafters = _choose_drafter(args, model)
     proposer: ProposerName = "lookup" if args.draft == "lookup" else "dspark" if drafters else "none"
@@ -81,7 +81,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         )
     target_bytes = kv_bytes_per_token(model.config, dtype)
     layout = plan_kv_memory(
-        budget_bytes=_kv_budget(args, target_bytes * args.max_num_seqs * max_model_len),
+        budget_bytes=_kv_budget(args, target_bytes * args.max_num_seqs * wanted_len),
         kv_block_size=args.kv_block_size,
         target_bytes_per_token=target_bytes,
         drafter_bytes_per_token=sum(kv_bytes_per_token(drafter.decoder, dtype) for drafter in drafters),
@@ -90,7 +90,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         model=args.model,
         dtype=dtype,
         seed=args.seed,
-        max_model_len=max_model_len,
+        max_model_len=_fitting_len(args, wanted_len, layout),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         enable_chunked_prefill=args.enable_chunked_prefill,
@@ -148,8 +148,8 @@ def build_engine(args: EngineArgs, *, target: LoadedModel | None = None) -> Engi
         )
 
     if config.draft_self_test:
-        for card in cards:
-            run_self_test(new_core(), card)
+        for drafter, card in zip(resolved.drafters, cards, strict=True):
+            run_self_test(new_core(), card, num_speculative_tokens=drafter.num_speculative_tokens)
     return new_core()
 
 
@@ -217,6 +217,20 @@ def _new_scheduler(config: EngineConfig) -> Scheduler:
         ),
         num_speculative_tokens=config.num_speculative_tokens,
     )
+
+
+def _fitting_len(args: EngineArgs, wanted_len: int, layout: KVLayout) -> int:
+    """The context limit, within what the KV memory holds for one request alone."""
+    capacity = layout.num_blocks * layout.kv_block_size
+    if wanted_len <= capacity:
+        return wanted_len
+    if args.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={wanted_len} exceeds the {capacity} tokens that the KV memory holds "
+            f"({layout.describe()}); lower it or raise kv_cache_memory_bytes"
+        )
+    logger.info("max_model_len is %d, what the KV memory holds, and not the model's %d", capacity, wanted_len)
+    return capacity
 
 
 def _kv_budget(args: EngineArgs, largest_need: int) -> int:
