@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from tests.fixtures import make_rand_target
 from typer.testing import CliRunner
 
 from outrider.cli.train import train_command
 from outrider.models.drafter_card import read_card
 from outrider.models.drafter_checkpoint import load_drafter
 from outrider.models.source import load_model
-from tests.fixtures import make_rand_target
 
-_SMALL = (
+_SMALL = shlex.split(
     "--num-speculative-tokens 3 --target-layer-ids 0,1 --init-layer-ids 2,3 --markov-rank 6 --draft-vocab-size 60 "
     "--generate-tokens 4000 --lanes 4 --max-question-tokens 90 --max-answer-tokens 16 --own-question-share 0.5 "
     "--steps 6 --sequences 3 --anchors 5 --held-out 12 --checkpoint-every 3 --evaluate-tokens 8 --dtype float32 --json"
-).split()
+)
 
 
 def _run(target: Path, output: Path, *extra: str) -> dict[str, object]:

@@ -98,12 +98,12 @@ class BatchPlan:
     def at(self, step: int, *, num_slots: int) -> AnchorBatch:
         epoch, index = divmod(step, self.batches_per_epoch)
         spans = [self.spans[i] for i in self._epoch(epoch)[index]]
-        generator = torch.Generator().manual_seed((self.seed << 32) + step)
+        generator = _generator(self.seed, 0, step)
         chosen = [choose_anchors(valid_anchors(self.store, span), self.anchors, generator) for span in spans]
         return build_batch(self.store, spans, chosen, num_slots=num_slots)
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed((self.seed << 32) + (1 << 31) + epoch)
+        generator = _generator(self.seed, 1, epoch)
         order = torch.randperm(len(self.spans), generator=generator).tolist()
         pool = 16 * self.batch
         batches: list[list[int]] = []
@@ -112,3 +112,12 @@ class BatchPlan:
             batches += [near[i : i + self.batch] for i in range(0, len(near) - self.batch + 1, self.batch)]
         shuffled = torch.randperm(len(batches), generator=generator).tolist()
         return [batches[i] for i in shuffled]
+
+
+def _generator(*key: int) -> torch.Generator:
+    """One stream per key. The generator keeps 32 bits of its seed, so the key is mixed down to them first."""
+    mixed = 0
+    for part in key:
+        mixed = (mixed * 0x9E3779B1 + part + 0x7F4A7C15) % (1 << 32)
+        mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D % (1 << 32)
+    return torch.Generator().manual_seed(mixed)

@@ -117,6 +117,7 @@ def bigram_factors(store: TokenStore, draft_to_target_W: Tensor, vocab_size: int
         torch.stack((row_X, column_X)),
         value_X * row_weight_V[row_X] * column_weight_W[column_X],
         (vocab_size, len(draft_to_target_W)),
+        check_invariants=False,
     ).coalesce()
     left_Vr, scale_r, right_Wr = _largest_factors(weighted, min(rank, vocab_size, len(draft_to_target_W)))
     w1_Vr = torch.zeros(vocab_size, rank)
