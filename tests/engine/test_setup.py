@@ -1,0 +1,41 @@
+"""Resolving a configuration: what is refused before weights load, and how the KV memory bounds the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.config import EngineArgs
+from outrider.engine.setup import resolve
+from outrider.errors import ConfigError
+from tests.fixtures import make_cycle_target, make_perfect_drafter
+
+BYTES_PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values of 4 layers, 2 heads of 16, float32
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_cycle_target(tmp_path_factory.mktemp("cycle")))
+
+
+def test_a_small_pool_lowers_the_default_context_limit(target: str) -> None:
+    resolved = resolve(EngineArgs(model=target, draft="none", kv_cache_memory_bytes=100 * BYTES_PER_TOKEN))
+    assert resolved.config.num_kv_blocks == 6
+    assert resolved.config.max_model_len == 96
+
+
+def test_a_context_limit_asked_for_is_never_lowered_silently(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=97 exceeds the 96 tokens .*kv_cache_memory_bytes"):
+        resolve(EngineArgs(model=target, draft="none", max_model_len=97, kv_cache_memory_bytes=100 * BYTES_PER_TOKEN))
+
+
+def test_the_drafters_layers_are_paid_from_the_same_budget(target: str, tmp_path: Path) -> None:
+    drafter = str(make_perfect_drafter(tmp_path))
+    budget = 64 * BYTES_PER_TOKEN * 16
+    alone = resolve(EngineArgs(model=target, draft="none", kv_cache_memory_bytes=budget)).layout
+    both = resolve(EngineArgs(model=target, draft=drafter, kv_cache_memory_bytes=budget)).layout
+    assert alone.num_blocks == 64
+    assert both.drafter_bytes_per_token == BYTES_PER_TOKEN // 2
+    assert both.num_blocks == 42  # two thirds: the drafter has half the target's layers
+    assert f"target {BYTES_PER_TOKEN}, drafter {BYTES_PER_TOKEN // 2}" in both.describe()
