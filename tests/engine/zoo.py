@@ -62,6 +62,11 @@ class Zoo:
         return LLM(model, draft=draft, num_speculative_tokens=gamma, **args)
 
 
+def decode(token_id: int) -> str:
+    """The fixture tokenizer's text of one token."""
+    return [*fixtures.CHARACTERS, *fixtures.SPECIAL_TOKENS][token_id]
+
+
 def greedy(max_tokens: int = 64, **params: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
 
