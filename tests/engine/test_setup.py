@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.fixtures import make_cycle_target, make_perfect_drafter
 
 from outrider.config import EngineArgs
 from outrider.engine.setup import resolve
 from outrider.errors import ConfigError
-from tests.fixtures import make_cycle_target, make_perfect_drafter
 
 BYTES_PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values of 4 layers, 2 heads of 16, float32
 
