@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.fake_engine import FakeEngine
-from tests.server.live import LiveServer, eventually, serve
+from tests.server.live import TIMEOUT_S, LiveServer, eventually, serve
 
 from outrider.errors import ConfigError
 from outrider.outputs import SpecCounters
@@ -30,24 +31,23 @@ ENDLESS = {"prompt": "ab", "max_tokens": 250}
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"prompt": ["a", "b"], "stream": True}])
 def test_a_client_that_leaves_frees_its_requests(held: bool, body: dict[str, object]) -> None:
     """Also while no token comes (``held``), when nothing is sent that could fail."""
-    engine = FakeEngine(step_s=0.05)
+    engine = FakeEngine(max_model_len=1_000_000, step_s=0.01)
     engine.hold = held
     prompts = 2 if isinstance(body.get("prompt"), list) else 1
+    content = json.dumps({"prompt": "ab", "max_tokens": 900_000, **body}).encode()
     with serve(engine) as live:
-        # The reply is slower than this client waits, so that it hangs up.
-        with contextlib.suppress(httpx.ReadTimeout), live.http() as http:
-            timeout = httpx.Timeout(10, read=0.2)
-            with http.stream("POST", TEXT, json={**ENDLESS, **body}, timeout=timeout) as response:
-                for line in response.iter_lines():
-                    assert line in ("", "data: [DONE]") or line.startswith("data: {")
-                    if len(engine.started) == prompts:
-                        break
-        assert len(engine.started) == prompts
+        host, port = live.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            connection.sendall(head.encode() + content)
+            assert eventually(lambda: len(engine.running) == prompts)
+            if body["stream"] and not held:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         assert eventually(lambda: len(engine.ended) == prompts)
         assert set(engine.ended.values()) == {"abort"}
         assert eventually(lambda: live.server.state.in_flight == 0)
         engine.hold = False
-        with live.http() as http:
+        with live.http() as http:  # the server is still there
             assert http.post(TEXT, json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
@@ -65,7 +65,7 @@ class _Call:
             self.response = http.post(TEXT, json=self._body)
 
     def result(self) -> httpx.Response:
-        self._thread.join(10)
+        self._thread.join(TIMEOUT_S)
         assert self.response is not None
         return self.response
 
@@ -88,7 +88,7 @@ def test_drain_finishes_what_is_in_flight_and_refuses_the_rest() -> None:
         engine.hold = False
         assert whole.result().json()["usage"]["completion_tokens"] == 250
         assert stream.result().text.endswith("data: [DONE]\n\n")
-        assert live.finished.wait(10)
+        assert live.finished.wait(TIMEOUT_S)
         assert live.report is not None
         assert live.report.drained
         assert live.report.stats.generation_tokens_total == 500
@@ -108,7 +108,7 @@ def test_a_drain_that_takes_too_long_aborts(second_signal: bool) -> None:
             live.request_stop()
         response = call.result()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "aborted")
-        assert live.finished.wait(10)
+        assert live.finished.wait(TIMEOUT_S)
         assert live.report is not None
         assert not live.report.drained
     assert set(engine.ended.values()) == {"abort"}
@@ -136,13 +136,13 @@ def test_sigterm_drains_and_exits_with_0() -> None:
             line = process.stderr.readline()
             assert line, "the server ended before it served"
             url = line.partition(" on ")[2].strip()
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
         stream = client.completions.create(model="fake/echo", prompt="ab", max_tokens=40, stream=True)
         chunks = [next(stream)]
         os.kill(process.pid, signal.SIGTERM)
         chunks += stream
         assert "".join(chunk.choices[0].text for chunk in chunks) == "ab" * 20
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
         assert (process.returncode, out.strip()) == (0, "True 40")
     finally:
         process.kill()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.fake_engine import FakeEngine
-from tests.server.live import LiveServer, serve
+from tests.server.live import TIMEOUT_S, LiveServer, serve
 
 from outrider.server.config import ServerConfig
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
-    config = ServerConfig(port=0, max_body_bytes=MAX_BODY, body_timeout_s=0.3, drain_timeout_s=0.0)
+    config = ServerConfig(port=0, max_body_bytes=MAX_BODY, drain_timeout_s=0.0)
     with serve(FakeEngine(), config=config) as server:
         yield server
 
@@ -208,11 +208,12 @@ def test_body_at_the_limit(http: httpx.Client) -> None:
     assert http.post(TEXT, content=content[: MAX_BODY - 1] + b"}").status_code == 200
 
 
-def test_a_body_that_never_ends_is_given_up(live: LiveServer) -> None:
-    host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+def test_a_body_that_never_ends_is_given_up() -> None:
+    with serve(FakeEngine(), config=ServerConfig(port=0, body_timeout_s=0.1)) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
 json_values = st.recursive(

@@ -176,6 +176,7 @@ def test_chat_logprobs_one_entry_a_token(client: OpenAI) -> None:
     content = whole.choices[0].logprobs.content
     assert len(content) == 12 == whole.usage.completion_tokens
     assert (content[0].token, content[0].bytes, content[0].logprob) == ("u", [117], -1.0)
+    assert (content[5].token, content[5].bytes) == ("\ufffd", None)  # the first byte of the é
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("v", -0.5), ("u", -1.0)]
     streamed = [
         entry

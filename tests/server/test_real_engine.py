@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from tests import fixtures
-from tests.server.live import LiveServer, eventually, serve
+from tests.server.live import TIMEOUT_S, LiveServer, eventually, serve
 
 from outrider.cli.serve import report_json
 from outrider.config import EngineArgs
@@ -146,7 +146,7 @@ def test_concurrent_clients_a_third_of_which_leave(live: LiveServer) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(TIMEOUT_S)
     assert statuses == [200] * 32
     assert wrong == []
     engine = live.server.state.engine
@@ -188,7 +188,7 @@ def test_a_full_queue_is_a_429(make_engine: Callable[..., AsyncEngine]) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(TIMEOUT_S)
         assert len(answers) == 2
         assert {answer.status_code for answer in answers} <= {200, 429}
         assert 200 in {answer.status_code for answer in answers}

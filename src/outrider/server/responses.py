@@ -11,6 +11,7 @@ Json = dict[str, object]
 
 # JSON has no infinity; OpenAI's value for a token that cannot occur.
 _LOWEST_LOGPROB = -9999.0
+_REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,9 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> Json:
 
 
 def _chat_token(token: TokenLogprob) -> Json:
-    return {"token": token.decoded, "logprob": _finite(token.logprob), "bytes": list(token.decoded.encode())}
+    # A part of a character reads as U+FFFD, whose bytes would not be the token's.
+    token_bytes = None if _REPLACEMENT in token.decoded else list(token.decoded.encode())
+    return {"token": token.decoded, "logprob": _finite(token.logprob), "bytes": token_bytes}
 
 
 def completion_logprobs(positions: Sequence[PositionLogprobs], *, text_offset: int) -> Json:
