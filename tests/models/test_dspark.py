@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def target(target_path: Path) -> LoadedModel:
 
 @pytest.fixture
 def build(target: LoadedModel, tmp_path: Path) -> Callable[..., DSparkDrafter]:
-    def make(dtype: str = "float32", **changes: object) -> DSparkDrafter:
+    def make(dtype: str = "float32", **changes: Any) -> DSparkDrafter:
         path = make_random_drafter(tmp_path / "drafter", **changes)
         return load_drafter(
             path,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated
 
 import torch
 import typer
@@ -104,7 +104,7 @@ def train_command(
                 target_layer_ids=taps,
                 init_layer_ids=starts,
                 markov_rank=markov_rank,
-                markov_head_type=cast(Literal["vanilla", "gated", "rnn"], markov_head_type.value),
+                markov_head_type=markov_head_type.value,
                 draft_vocab_size=draft_vocab_size,
             ),
             generation=GenerationSettings(
@@ -124,7 +124,7 @@ def train_command(
                 max_minutes=train_minutes,
                 sequences=sequences,
                 anchors=anchors,
-                optimizer=cast(Literal["adamw", "muon"], optimizer.value),
+                optimizer=optimizer.value,
                 learning_rate=learning_rate,
                 seed=seed,
             ),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from outrider.models.drafter_card import DrafterCard, Measurement, SelfTest, write_card
+from outrider.models.drafter_checkpoint_config import DrafterFormat
 from outrider.models.drafter_checkpoint_save import save_drafter
 from outrider.models.dspark import DSparkDrafter
 
@@ -65,7 +66,7 @@ def export(
 ) -> None:
     """Write ``config.json``, ``model.safetensors``, ``card.json`` and ``README.md``."""
     reduced = drafter.config.draft_vocab_size < drafter.config.decoder.vocab_size
-    fmt = "speculators" if reduced else "deepspec"
+    fmt: DrafterFormat = "speculators" if reduced else "deepspec"
     save_drafter(converted(drafter, torch.bfloat16), drafter.config, folder, fmt=fmt, vocabulary_tensors=False)
     card = DrafterCard(target=target, measurements=tuple(measurements), selftest=selftest, training=training)
     write_card(card, folder)

@@ -227,7 +227,12 @@ class Run:
                 trainer.save_state(self.folder / "state.pt")
                 self.seconds["train"] = trainer.elapsed
                 self._write()
-                logger.info("step %d (%.0f %%), held out: %s", trainer.step, 100 * trainer.progress, trainer.evaluate())
+                logger.info(
+                    "step %d (%.0f %%), held out: %s",
+                    trainer.step,
+                    100 * trainer.progress,
+                    trainer.evaluate().describe(),
+                )
 
             every = self.recipe.checkpoint_every
             trainer.run(until_step=settings.steps, on_step=on_step, every=every, checkpoint=checkpoint)
@@ -235,7 +240,7 @@ class Run:
         self.seconds["train"] = trainer.elapsed
         self._write()
         held_out = trainer.evaluate()
-        logger.info("trained %d steps in %.0f s, held out: %s", trainer.step, trainer.elapsed, held_out)
+        logger.info("trained %d steps in %.0f s, held out: %s", trainer.step, trainer.elapsed, held_out.describe())
         return held_out
 
     def _export(
