@@ -64,7 +64,8 @@ class Zoo:
 
 def decode(token_id: int) -> str:
     """The fixture tokenizer's text of one token."""
-    return [*fixtures.CHARACTERS, *fixtures.SPECIAL_TOKENS][token_id]
+    vocabulary: list[str] = [*fixtures.CHARACTERS, *fixtures.SPECIAL_TOKENS]
+    return vocabulary[token_id]
 
 
 def greedy(max_tokens: int = 64, **params: Any) -> SamplingParams:
