@@ -13,7 +13,7 @@ from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, L
 from outrider.layers.attention.reference import ReferenceAttention
 from outrider.layers.attention.registry import get_attention_backend
 
-HEADS, KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, NUM_BLOCKS = 6, 2, 8, 4, 64
+HEADS, KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, NUM_BLOCKS = 6, 2, 8, 4, 700
 SCALE = 0.3
 
 
@@ -86,6 +86,8 @@ def causal_case(
         ([1, 1, 1, 1], [3, 16, 17, 40]),
         ([5, 1, 3, 8], [5, 30, 33, 9]),
         ([2, 0, 4], [20, 0, 4]),  # a padding request in the middle
+        ([150, 3], [170, 3]),  # a prefill that is cut
+        ([1] * 24, [90 + request for request in range(24)]),  # more of one size than a call takes
         ([], []),
     ],
 )
