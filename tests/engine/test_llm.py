@@ -34,7 +34,8 @@ def test_every_prompt_form_means_the_same(llm: LLM) -> None:
         assert [tokens(output) for output in outputs] == [expected]
         assert outputs[0].prompt_token_ids == tuple(IDS)
         assert outputs[0].finished
-    mixed = llm.generate([TEXT, IDS, {"prompt": "b"}], greedy(5), use_tqdm=False)
+    forms = [TEXT, IDS, {"prompt": "b"}]
+    mixed = llm.generate(forms, greedy(5), use_tqdm=False)
     assert [tokens(output) for output in mixed] == [expected, expected, fixtures.continuation([1], 5)]
     assert [output.prompt for output in mixed] == [TEXT, None, "b"]
     assert mixed[0].outputs[0].text == "".join(CHARACTERS[i] for i in expected)
