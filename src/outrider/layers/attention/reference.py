@@ -2,9 +2,8 @@
 
 A request's rows are cut into pieces, pieces of like padded size are grouped, and each group is one batched attention
 call, so there is no loop over rows. How a request is cut and padded is a function of that request alone, never of the
-others in the pass; padding is masked out. Groups are kept small enough for gathered keys and values to stay in a CPU's
-cache. Grouped-query attention folds the query heads that share a key head into the query rows, so keys and values are
-gathered once and never repeated.
+others in the pass; padding is masked out. Grouped-query attention folds the query heads that share a key head into the
+query rows, so keys and values are gathered once and never repeated.
 
 Shape legend: N rows, R pieces of a group, L padded query rows per piece, S padded context positions, T = S plus block
 rows, Hq/Hkv query/key heads, G = Hq / Hkv, D head dimension.
@@ -22,7 +21,7 @@ from torch import Tensor
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
 
 _PIECE_ROWS = 128  # a long prefill is cut so that early rows do not pay for positions only late ones see
-_GROUP_POSITIONS = 2048  # keys gathered per call; more of them fall out of the cache before they are used
+_GROUP_POSITIONS = 8192  # keys gathered per call: bounds the copies that a large batch needs at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
