@@ -33,6 +33,7 @@ from outrider.runner.graph_runner import GraphRunner
 from outrider.runner.model_runner import ModelRunner, TargetOutput
 from outrider.sampling.processors import process
 from outrider.sampling.proposal import Proposal
+from outrider.sampling.random import derive_seed
 from outrider.sampling.rejection import accept
 from outrider.sampling.sampler import RawLogprobs, compute_logprobs, sample
 from outrider.sampling.state import LogitRow
@@ -141,7 +142,7 @@ class EngineCore:
         base_seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         try:
             for index in range(params.n):
-                sequence = self._new_sequence(group, index, seed=base_seed + index)
+                sequence = self._new_sequence(group, index, seed=derive_seed(base_seed, index))
                 self._scheduler.add(sequence.request)
                 group.sequences.append(sequence)
         except Exception:
