@@ -88,19 +88,29 @@ def _readme(drafter: DSparkDrafter, card: DrafterCard) -> str:
         f"{config.markov_head_type} Markov head of rank {config.markov_rank}, {config.draft_vocab_size} of "
         f"{config.decoder.vocab_size} vocabulary entries. Embedding and LM head are the target's.",
         "",
-        "Accepted length is emitted tokens per round, the bonus token included; chat template, no top-p, no top-k, "
-        "drafts sampled at the request's temperature.",
-        "",
-        "| prompts | temperature | new tokens | accepted length |",
-        "|---|---|---|---|",
-        *(
-            f"| {m.data} ({m.prompts}) | {m.temperature:g} | {m.max_tokens} | {m.accepted_length:.3f} |"
-            for m in card.measurements
-        ),
-        "",
-        "Training:",
-        "",
-        *(f"* {key}: {value}" for key, value in card.training.items()),
+        "Trained on the target's answers to templated questions and to questions of its own, and on nothing else.",
         "",
     ]
+    if card.measurements:
+        lines += [
+            "Accepted length is emitted tokens per round, the bonus token included; chat template, no top-p, no top-k, "
+            "drafts sampled at the request's temperature.",
+            "",
+            "| prompts | temperature | new tokens | accepted length |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {m.data} ({m.prompts}) | {m.temperature:g} | {m.max_tokens} | {m.accepted_length:.3f} |"
+            for m in card.measurements
+        ]
+        lines.append("")
+    lines += ["Training:", "", *(f"* {key}: {_plain(value)}" for key, value in card.training.items()), ""]
     return "\n".join(lines)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(entry)}" for key, entry in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_plain(entry) for entry in value)
+    return str(value)
