@@ -77,9 +77,9 @@ def measure_acceptance(
     )
 
 
-def require_drafts(contenders_proposer: ProposerName, *, draft: str, model: str) -> None:
+def require_drafts(proposer: ProposerName, *, draft: str, model: str) -> None:
     """Refuse to measure the acceptance of no drafts."""
-    if contenders_proposer != "none":
+    if proposer != "none":
         return
     if draft == "auto":
         raise ConfigError(

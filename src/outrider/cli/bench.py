@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +69,8 @@ bench_app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Measure speed or acceptance, always against drafting off or prompt lookup in the same run.",
+    help="Measure speed or acceptance, always against drafting off or prompt lookup in the same run. Prefix caching is "
+    "off throughout, whatever its flag says: a repetition would find its own prompts in the cache.",
 )
 
 
@@ -189,41 +191,38 @@ def throughput_command(
     if request_rate != float("inf"):
         arrivals_s = poisson_arrivals(len(texts), request_rate=request_rate, seed=sampling_seed)
 
-    def load(requests: Sequence[BenchRequest], on_served: Callable[[], object]) -> Load:
-        return Load(
-            requests=requests,
-            max_concurrency=max_concurrency or len(requests),
-            arrivals_s=arrivals_s,
-            repeat=repeat,
-            on_served=on_served,
-        )
-
-    arrival_settings = {
+    load = Load(
+        requests=(),
+        max_concurrency=max_concurrency or len(texts),
+        arrivals_s=arrivals_s,
+        repeat=repeat,
+    )
+    arrival_settings: dict[str, object] = {
         "repeat": repeat,
         "max_concurrency": max_concurrency,
         "request_rate": None if arrivals_s is None else request_rate,
         "http": http or bool(base_url),
     }
     if base_url:
-        requests = requests_of_texts(texts, plan, tokenizer=None, raw=raw)
         target = HttpTarget(base_url=base_url.rstrip("/").removesuffix("/v1"), api_key=api_key, in_this_process=False)
+        requests = requests_of_texts(texts, plan, tokenizer=None, raw=raw)
         with _bar(len(requests) * repeat) as bar:
-            figures = measure_server(target, load(requests, bar.update))
+            figures = measure_server(target, dataclasses.replace(load, requests=requests, on_served=bar.update))
         Console().print(bench_report.server_table(figures, title=base_url))
-        if json:
-            settings = {"base_url": base_url} | bench_report.workload_settings(plan, requests, raw=raw)
-            print_json_line(bench_report.server_json(figures, settings=settings | arrival_settings))
-        return
-    contenders = Contenders.load(engine_args)
-    requests = _requests(texts, plan, tokenizer=contenders.tokenizer, raw=raw, input_len=input_len)
-    with _bar(len(requests) * repeat * len(contenders.names)) as bar:
-        comparison = measure_throughput(contenders, load(requests, bar.update), http=http)
-    bench_report.print_comparison(
-        Console(), comparison, title=f"{len(requests)} requests{' over HTTP' if http else ''}"
-    )
-    if json:
+        settings = {"base_url": base_url} | bench_report.workload_settings(plan, requests, raw=raw) | arrival_settings
+        report = bench_report.server_json(figures, settings=settings)
+    else:
+        contenders = Contenders.load(engine_args)
+        requests = _requests(texts, plan, tokenizer=contenders.tokenizer, raw=raw, input_len=input_len)
+        with _bar(len(requests) * repeat * len(contenders.names)) as bar:
+            load = dataclasses.replace(load, requests=requests, on_served=bar.update)
+            comparison = measure_throughput(contenders, load, http=http)
+        title = f"{len(requests)} requests{' over HTTP' if http else ''}"
+        bench_report.print_comparison(Console(), comparison, title=title)
         settings = bench_report.settings(contenders, plan, requests, raw=raw) | arrival_settings
-        print_json_line(bench_report.comparison_json("throughput", comparison, settings=settings))
+        report = bench_report.comparison_json("throughput", comparison, settings=settings)
+    if json:
+        print_json_line(report)
 
 
 def _texts(
