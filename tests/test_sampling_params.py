@@ -28,7 +28,7 @@ def test_defaults() -> None:
     [
         ("n", 0), ("n", True), ("n", 1.0),
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
-        ("temperature", True),
+        ("temperature", True), ("temperature", 10**400),
         ("top_p", 0.0), ("top_p", 1.01), ("top_p", math.nan),
         ("top_k", -2), ("top_k", 1.5), ("top_k", False),
         ("min_p", -0.01), ("min_p", 1.01), ("min_p", math.nan),

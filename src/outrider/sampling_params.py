@@ -8,6 +8,7 @@ A ``SamplingParams`` is checked whole when it is made and never changes afterwar
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,7 +123,7 @@ def _check_float(
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name}={value!r} must be a number", param=name)
     above = value > low if open_low else value >= low
-    if not (above and value <= high) or math.isinf(value):  # NaN fails every comparison
+    if not (above and value <= min(high, sys.float_info.max)):  # NaN fails every comparison
         rule = f"{'above' if open_low else 'at least'} {low}" + ("" if math.isinf(high) else f" and at most {high}")
         raise InvalidRequestError(f"{name}={value} must be finite, {rule}", param=name)
     object.__setattr__(params, name, float(value))

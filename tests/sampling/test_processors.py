@@ -53,6 +53,22 @@ def test_filters_equal_the_full_sort(cases: list[tuple[list[float], dict[str, An
         torch.testing.assert_close(dist.probs_NV[n], expected, rtol=1e-5, atol=1e-7)
 
 
+def test_top_k_beyond_any_integer_type_keeps_every_token() -> None:
+    logits_NV = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    dist = process(logits_NV, verify_rows(make_state(top_k=10**30)))
+    torch.testing.assert_close(dist.probs_NV, logits_NV.softmax(-1))
+
+
+@pytest.mark.parametrize(("penalty", "likeliest"), [(1e300, [1, 2]), (5e-324, [0])])
+def test_extreme_repetition_penalties_stay_in_range(penalty: float, likeliest: list[int]) -> None:
+    """Tokens 0 and 3 were seen, with logits 1 and 0; a factor that overflows fp32 would make 0 times infinity NaN."""
+    logits_NV = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    state = make_state(prompt=(0, 3), repetition_penalty=penalty, logit_bias={1: 0.5, 2: 0.5})
+    probs_V = process(logits_NV, verify_rows(state)).probs_NV[0]
+    assert probs_V.sum().item() == pytest.approx(1.0)
+    assert (probs_V == probs_V.max()).nonzero().flatten().tolist() == likeliest
+
+
 @pytest.mark.parametrize("levels", [0, 40])
 @pytest.mark.parametrize(
     "params",

@@ -69,7 +69,7 @@ def _filter_rows(
         floor_M1 = values_MK[:, :1].double() + torch.tensor(log_min_p, dtype=torch.float64, device=device)[:, None]
         bounded_M = torch.tensor([p > 0.0 for p in min_ps], device=device)
         kept_M = torch.where(bounded_M, (values_MK.double() >= floor_M1).sum(-1), kept_M)
-    top_ks = [params[i].top_k if params[i].top_k > 0 else vocab_size for i in indices]
+    top_ks = [min(params[i].top_k, vocab_size) if params[i].top_k > 0 else vocab_size for i in indices]
     kept_M = torch.minimum(kept_M, torch.tensor(top_ks, device=device))
     unbounded_M = kept_M == vocab_size  # neither min-p nor top-k drops anything: the whole mass is 1
     determined_M = unbounded_M | (kept_M <= known_M)

@@ -24,6 +24,9 @@ from torch import Tensor
 from outrider.sampling.filters import filter_probs
 from outrider.sampling.state import LogitRow, SequenceState
 
+# A repetition penalty beyond this, or its inverse, acts like it: fp32 would make it 0 or infinity, and the row NaN.
+_LEAST_PENALTY = 1e-30
+
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
@@ -135,7 +138,7 @@ def _penalise(block_JV: Tensor, rows: Sequence[LogitRow], column_of_id: Tensor |
     times_JU, seen_JU = times_JU.to(device)[:, present], seen_JU.to(device)[:, present]
     logits_JU = block_JV[:, columns]
     if params.repetition_penalty != 1.0:
-        penalty = params.repetition_penalty
+        penalty = min(max(params.repetition_penalty, _LEAST_PENALTY), 1 / _LEAST_PENALTY)
         scaled_JU = torch.where(logits_JU > 0, logits_JU / penalty, logits_JU * penalty)
         logits_JU = torch.where(seen_JU, scaled_JU, logits_JU)
     logits_JU = logits_JU - params.frequency_penalty * times_JU - params.presence_penalty * (times_JU > 0)
