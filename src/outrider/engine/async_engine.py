@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.engine_core import EngineCore
-from outrider.errors import EngineDeadError, OutriderError, QueueFullError
+from outrider.errors import EngineDeadError, InvalidRequestError, OutriderError, QueueFullError
 from outrider.logger import get_logger
 from outrider.models.tokenizer import Tokenizer
 from outrider.outputs import EngineStats, RequestOutput
@@ -200,6 +200,12 @@ class AsyncEngine:
             )
         except OutriderError as error:
             submission.mailbox.post(error)
+            return
+        except Exception as error:  # this request's fault alone: the engine goes on
+            logger.exception("request %s cannot be taken", submission.request_id)
+            submission.mailbox.post(
+                InvalidRequestError(f"the request cannot be taken: {type(error).__name__}: {error}")
+            )
             return
         self._mailboxes[submission.request_id] = submission.mailbox
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
 from outrider.engine.setup import build_engine
-from outrider.errors import InvalidRequestError, OutriderError
+from outrider.errors import InvalidRequestError
 from outrider.models.tokenizer import ChatMessage, Tokenizer
 from outrider.outputs import EngineStats, RequestOutput
 from outrider.sampling_params import SamplingParams
@@ -135,7 +135,7 @@ class LLM:
                         if output.finished:
                             finished[output.request_id] = output
                             bar.update()
-        except (OutriderError, KeyboardInterrupt):
+        except BaseException:  # whatever it was: nothing of this call may be left for the next one
             for request_id in ids:
                 self._core.abort(request_id)
             raise
