@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 from tests import fixtures
+from tests.engine.failing import core_failing_at_step
 from tests.engine.zoo import Zoo, greedy, tokens
-from torch import Tensor
 
 from outrider import SamplingParams
-from outrider.batch.step_plan import StepPlan
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine_core import EngineCore
 from outrider.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from outrider.outputs import RequestOutput
-from outrider.sampling.proposal import Proposal
-from outrider.spec_decode.proposer import DraftRequest, Proposer
 
 PROMPT = fixtures.orbit_prompt(5)
 
@@ -121,6 +117,8 @@ def test_a_refused_request_harms_no_other(zoo: Zoo) -> None:
                 await read(submit(engine, "empty", greedy(3), prompt=[]))
             with pytest.raises(InvalidRequestError, match="token id 64"):
                 await read(submit(engine, "beyond", greedy(3), prompt=[64]))
+            with pytest.raises(InvalidRequestError, match="cannot be taken: TypeError"):
+                await read(submit(engine, "text", greedy(3), prompt=["a"]))  # type: ignore[list-item]
             assert tokens((await good)[-1]) == fixtures.continuation(PROMPT, 60)
             assert engine.healthy
 
@@ -139,41 +137,8 @@ def test_a_duplicate_id_is_refused_and_its_owner_goes_on(zoo: Zoo) -> None:
     run(scenario)
 
 
-@dataclass
-class FailingProposer:
-    """Behaves until its fuse is burnt, then raises in the middle of a step."""
-
-    inner: Proposer
-    fuse: int
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        return self.inner.num_speculative_tokens
-
-    @property
-    def draft_width(self) -> int:
-        return self.inner.draft_width
-
-    @property
-    def tap_layer_ids(self) -> tuple[int, ...]:
-        return self.inner.tap_layer_ids
-
-    def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal:
-        self.fuse -= 1
-        if self.fuse < 0:
-            raise RuntimeError("the drafter broke")
-        return self.inner.propose(plan, requests)
-
-    def write_context(self, *, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor) -> None:
-        self.inner.write_context(taps_NF=taps_NF, positions_N=positions_N, slots_N=slots_N)
-
-
 def test_a_dead_engine_answers_everybody(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    class FailingCore(EngineCore):
-        def __init__(self, *, proposer: Proposer, **rest: object) -> None:
-            super().__init__(proposer=FailingProposer(proposer, 3), **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("outrider.engine.setup.EngineCore", FailingCore)
+    monkeypatch.setattr("outrider.engine.setup.EngineCore", core_failing_at_step(3))
 
     async def scenario() -> None:
         async with running(zoo.llm("cycle", "perfect", 3).core) as engine:

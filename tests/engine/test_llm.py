@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import fixtures
+from tests.engine.failing import core_failing_at_step
 from tests.engine.zoo import BLOCK_BYTES, Zoo, generate, greedy, random_prompt, run_to_end, tokens
 from tests.fixtures import CHARACTERS
 
@@ -129,6 +130,19 @@ def test_good_requests_go_on_while_bad_ones_are_refused(zoo: Zoo) -> None:
         for index in range(len(output.outputs)):
             assert tokens(output, index) == fixtures.continuation(IDS, 40)
     assert core.stats().kv_blocks_free == core.stats().kv_blocks_total
+
+
+def test_a_step_that_raises_leaves_nothing_for_the_next_call(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.setup.EngineCore", core_failing_at_step(2))
+    llm = zoo.llm("layered", "context", 7)
+    prompts = [fixtures.orbit_prompt(20), fixtures.orbit_prompt(33)]
+    with pytest.raises(RuntimeError, match="the drafter broke"):
+        generate(llm, prompts, greedy(65))
+    assert not llm.core.has_unfinished
+    assert llm.stats().kv_blocks_free == llm.stats().kv_blocks_total
+    for prompt, output in zip(prompts, generate(llm, prompts, greedy(65)), strict=True):
+        assert tokens(output) == fixtures.continuation(prompt, 65)
+        assert output.spec.rounds == 8
 
 
 class BrokenTokenizer(Tokenizer):
