@@ -86,5 +86,7 @@ def test_errors_are_one_clear_line_and_status_1(tmp_path: Path) -> None:
     assert report["loadable"] is False
     assert "mamba" in report["error"]
     assert "Traceback" not in output
+    (tmp_path / "config.json").write_text('{"architectures": 5}', encoding="utf-8")
+    assert "architectures" in _inspect(str(tmp_path))[2]["error"]
     (tmp_path / "weights.gguf").write_bytes(b"not a gguf file")
     assert _inspect(str(tmp_path / "weights.gguf"))[0] == 1

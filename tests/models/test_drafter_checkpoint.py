@@ -132,6 +132,11 @@ def _deepseek_v4(config: ConfigDict, tensors: TensorDict) -> None:
     config["model_type"] = "deepseek_v4"
 
 
+def _too_many_layers(config: ConfigDict, tensors: TensorDict) -> None:
+    config["num_hidden_layers"] = 10**9
+    del config["layer_types"]
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -154,6 +159,7 @@ def _deepseek_v4(config: ConfigDict, tensors: TensorDict) -> None:
         (_same_tensor_twice, ["fc.weight", "model.fc.weight", "same tensor"]),
         (_integer_weights, ["fc.weight", "I64"]),
         (_deepseek_v4, ["deepseek_v4", "not supported"]),
+        (_too_many_layers, ["num_layers=1000000000", "bytes"]),
     ],
 )
 def test_broken_drafters_are_refused_by_name(

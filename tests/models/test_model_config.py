@@ -63,6 +63,19 @@ def test_generation_config_names_the_stop_tokens() -> None:
     assert from_hf({**LLAMA, "eos_token_id": None, "bos_token_id": None}).eos_token_ids == ()
 
 
+def test_stop_tokens_outside_the_vocabulary_are_left_out() -> None:
+    """They are never emitted, and banning them until min_tokens would index outside the logits."""
+    assert from_hf({**LLAMA, "eos_token_id": -1}).eos_token_ids == ()
+    assert from_hf(LLAMA, generation_config={"eos_token_id": [100, 99, 2**70]}).eos_token_ids == (99,)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
+def test_numbers_must_be_finite(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.* must be finite"):
+        from_hf({**LLAMA, name: value})
+
+
 def test_a_generic_architecture_falls_back_to_the_model_type() -> None:
     for names in (["AutoModelForCausalLM"], ["Model"], [], None):
         config = from_hf({**LLAMA, "architectures": names, "model_type": "qwen3"})

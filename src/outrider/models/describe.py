@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.config import DTypeName, ModelConfig
+from outrider.models.gguf_file import GGUFFile
 from outrider.models.model_config import from_gguf, from_hf
 from outrider.models.source import read_json, resolve_model
-from outrider.models.weights_gguf import GGUFFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

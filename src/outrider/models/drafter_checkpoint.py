@@ -31,8 +31,8 @@ from outrider.models.drafter_checkpoint_tensors import (
     with_target_vocab,
 )
 from outrider.models.dspark import DSparkDrafter
-from outrider.models.weights import TORCH_DTYPES
-from outrider.models.weights_safetensors import iterate_safetensors, tensor_headers
+from outrider.models.weights import TORCH_DTYPES, check_size
+from outrider.models.weights_safetensors import iterate_safetensors, stored_bytes, tensor_headers
 
 __all__ = [
     "LoadedDrafter",
@@ -95,6 +95,7 @@ def check_num_speculative_tokens(requested: int | None, config: DrafterConfig) -
 
 def plan_directory(directory: Path, own: DrafterConfig, *, target_vocab_size: int) -> TensorPlan:
     """What becomes of every tensor in ``directory``, whose config is ``own``."""
+    check_size(own.decoder, stored_bytes=stored_bytes(directory), source=str(directory), owns_vocabulary=False)
     stored = (
         StoredTensor(name=name, shape=tuple(entry["shape"]), dtype=entry["dtype"])
         for name, entry in tensor_headers(directory).items()

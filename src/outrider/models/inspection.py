@@ -25,7 +25,7 @@ from outrider.models.gguf_file import GGUFFile
 from outrider.models.model_config import from_gguf, from_hf
 from outrider.models.registry import build_model
 from outrider.models.source import read_json, resolve_model
-from outrider.models.weights import TORCH_DTYPES
+from outrider.models.weights import TORCH_DTYPES, check_size
 from outrider.models.weights_gguf import hf_name
 from outrider.models.weights_safetensors import tensor_headers
 
@@ -95,7 +95,7 @@ def inspect_path(name_or_path: str) -> Inspection:
     if not path.is_dir():
         return _inspect_gguf(path)
     raw = read_json(path / "config.json")
-    names = " ".join(map(str, raw.get("architectures") or ())).lower()
+    names = str(raw.get("architectures")).lower()
     if "dspark" in names or any(key in raw for key in _DRAFTER_KEYS) or any(key.startswith("dspark_") for key in raw):
         return _inspect_drafter(path)
     return _inspect_directory(path, raw)
@@ -145,6 +145,7 @@ def _inspect_gguf(path: Path) -> Inspection:
 def _inspect_model(
     path: Path, source_format: str, config: ModelConfig, stored: dict[str, StoredTensor], *, stored_bytes: int
 ) -> Inspection:
+    check_size(config, stored_bytes=stored_bytes, source=str(path))
     backend = get_attention_backend("auto")
     model = build_model(config, backend=backend, dtype=TORCH_DTYPES["float32"], device="meta")
     expected = {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}

@@ -6,6 +6,7 @@ What the decoder cannot compute exactly is refused here, by name, before any wei
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -58,7 +59,7 @@ def from_hf(
         qk_norm=qwen3,
         max_position_embeddings=max_positions,
         bos_token_id=_integer(raw, "bos_token_id", default=-1),
-        eos_token_ids=_token_ids("eos_token_id", eos),
+        eos_token_ids=_token_ids("eos_token_id", eos, vocab_size=_integer(raw, "vocab_size")),
     )
 
 
@@ -103,7 +104,7 @@ def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int
         qk_norm=arch == "qwen3",
         max_position_embeddings=max_positions,
         bos_token_id=_integer(metadata, "tokenizer.ggml.bos_token_id", default=-1),
-        eos_token_ids=_token_ids("tokenizer.ggml.eos_token_id", eos),
+        eos_token_ids=_token_ids("tokenizer.ggml.eos_token_id", eos, vocab_size=tensor_shapes["token_embd.weight"][0]),
     )
 
 
@@ -243,6 +244,8 @@ def _number(raw: Mapping[str, Any], key: str, *, default: float | None = None) -
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"model config: {key}={value!r} must be a number")
+    if not abs(value) <= sys.float_info.max:  # JSON as Python reads it has NaN, infinity and integers of any length
+        raise ConfigError(f"model config: {key}={value!r} must be finite")
     return float(value)
 
 
@@ -261,9 +264,10 @@ def _head_dim(hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _token_ids(key: str, value: object) -> tuple[int, ...]:
+def _token_ids(key: str, value: object, *, vocab_size: int) -> tuple[int, ...]:
+    """Distinct ids in order. One outside the vocabulary (some configs say -1 for none) is never emitted: left out."""
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise ConfigError(f"model config: {key}={value!r} must be an integer or a list of integers")
-    return tuple(dict.fromkeys(ids))
+    return tuple(token_id for token_id in dict.fromkeys(ids) if 0 <= token_id < vocab_size)

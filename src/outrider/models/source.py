@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.config import DTypeName, ModelConfig, cache_dir
 from outrider.errors import CheckpointError
+from outrider.layers.attention.interface import AttentionBackend
 from outrider.layers.attention.registry import get_attention_backend
 from outrider.layers.linear import checkpoint_views
 from outrider.logger import get_logger
@@ -24,9 +25,9 @@ from outrider.models.gguf_file import GGUFFile
 from outrider.models.model_config import from_gguf, from_hf
 from outrider.models.registry import build_model
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.weights import TORCH_DTYPES, load_weights
+from outrider.models.weights import TORCH_DTYPES, check_size, load_weights
 from outrider.models.weights_gguf import iterate_gguf
-from outrider.models.weights_safetensors import iterate_safetensors
+from outrider.models.weights_safetensors import iterate_safetensors, stored_bytes
 
 logger = get_logger(__name__)
 
@@ -60,11 +61,12 @@ def load_model(
     attention_backend: str = "auto",
 ) -> LoadedModel:
     """Resolve, check and load a target model and its tokenizer."""
+    backend = get_attention_backend(attention_backend)
     path = resolve_model(name_or_path)
     if path.is_dir():
-        config, tokenizer, model = _load_directory(path, dtype, device, attention_backend)
+        config, tokenizer, model = _load_directory(path, dtype, device, backend)
     else:
-        config, tokenizer, model = _load_gguf(path, dtype, device, attention_backend)
+        config, tokenizer, model = _load_gguf(path, dtype, device, backend)
     return LoadedModel(model=model, config=config, tokenizer=tokenizer, name=name_or_path, path=path)
 
 
@@ -90,27 +92,29 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def _load_gguf(
-    path: Path, dtype: DTypeName, device: str, attention_backend: str
+    path: Path, dtype: DTypeName, device: str, backend: AttentionBackend
 ) -> tuple[ModelConfig, Tokenizer, Decoder]:
     file = GGUFFile(path)
     config = from_gguf(file.metadata, file.tensor_shapes)
+    check_size(config, stored_bytes=path.stat().st_size, source=str(path))
     tokenizer = Tokenizer.from_gguf(file.metadata, eos_token_ids=config.eos_token_ids)
     _check_vocabulary(tokenizer, config, path)
-    model = _new_model(config, dtype, device, attention_backend)
+    model = _new_model(config, dtype, device, backend)
     with _progress(model, path) as advance:
         load_weights(model, iterate_gguf(file, config), source=str(path), on_tensor=advance)
     return config, tokenizer, model
 
 
 def _load_directory(
-    path: Path, dtype: DTypeName, device: str, attention_backend: str
+    path: Path, dtype: DTypeName, device: str, backend: AttentionBackend
 ) -> tuple[ModelConfig, Tokenizer, Decoder]:
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     config = from_hf(read_json(path / "config.json"), generation_config=generation)
+    check_size(config, stored_bytes=stored_bytes(path), source=str(path))
     tokenizer = Tokenizer.from_directory(path, eos_token_ids=config.eos_token_ids)
     _check_vocabulary(tokenizer, config, path)
-    model = _new_model(config, dtype, device, attention_backend)
+    model = _new_model(config, dtype, device, backend)
     with _progress(model, path) as advance:
         load_weights(model, iterate_safetensors(path), source=str(path), on_tensor=advance)
     return config, tokenizer, model
@@ -125,8 +129,7 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> 
         )
 
 
-def _new_model(config: ModelConfig, dtype: DTypeName, device: str, attention_backend: str) -> Decoder:
-    backend = get_attention_backend(attention_backend)
+def _new_model(config: ModelConfig, dtype: DTypeName, device: str, backend: AttentionBackend) -> Decoder:
     model = build_model(config, backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
     model.requires_grad_(False)
     model.eval()

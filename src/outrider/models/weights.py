@@ -11,12 +11,29 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from outrider.config import DTypeName
+from outrider.config import DTypeName, ModelConfig
 from outrider.errors import CheckpointError
 from outrider.layers.linear import checkpoint_views
 
 TORCH_DTYPES: Mapping[DTypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAMES_SHOWN = 5
+
+
+def check_size(config: ModelConfig, *, stored_bytes: int, source: str, owns_vocabulary: bool = True) -> None:
+    """Refuse a config that no file of this size can fill, before memory for it is asked for.
+
+    owns_vocabulary: the embedding is in the file. Every format spends at least a bit on a parameter.
+    """
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size + 2)
+    parameters = config.num_layers * layer + (config.vocab_size * config.hidden_size if owns_vocabulary else 0)
+    if parameters > 8 * stored_bytes:
+        raise CheckpointError(
+            f"{source}: the config asks for {parameters} parameters (num_layers={config.num_layers}, "
+            f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}, "
+            f"num_heads={config.num_heads}, head_dim={config.head_dim}, vocab_size={config.vocab_size}); "
+            f"the files hold {stored_bytes} bytes"
+        )
 
 
 def load_weights(

@@ -34,6 +34,11 @@ def iterate_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{shard}: cannot be read ({error})") from error
 
 
+def stored_bytes(directory: Path) -> int:
+    """Size of the checkpoint's files in ``directory``."""
+    return sum(shard.stat().st_size for shard in _shards(directory))
+
+
 def tensor_headers(directory: Path) -> dict[str, dict[str, Any]]:
     """Dtype and shape of every tensor of the checkpoint in ``directory``, named as stored; no tensor is read."""
     headers: dict[str, dict[str, Any]] = {}
