@@ -76,6 +76,11 @@ def test_prompts_beyond_the_context_limit_are_not_run(zoo: Zoo, tmp_path: Path, 
     assert "none of its prompts fits max_model_len=40" in messages(log, logging.INFO)[0]
 
 
+def test_a_queue_shorter_than_the_card_is_no_obstacle(zoo: Zoo, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    zoo.llm("cycle", with_card(zoo, "perfect", tmp_path / "d"), max_num_waiting=1)
+    assert messages(log, logging.INFO) == ["drafter self-test: accepted length 8.00 (the card says 8.00)"]
+
+
 def test_fewer_drafts_than_the_card_was_measured_with(zoo: Zoo, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     """With 3 drafts no drafter can reach 7 tokens a round: that says nothing about it and must not be a warning."""
     zoo.llm("cycle", with_card(zoo, "perfect", tmp_path / "d"), 3)

@@ -35,9 +35,11 @@ def run_self_test(core: EngineCore, card: DrafterCard, *, num_speculative_tokens
         return 0.0
     params = SamplingParams(temperature=0.0, max_tokens=test.max_tokens, ignore_eos=True)
     prompts = [p for p in test.prompts if len(p) + test.max_tokens <= core.config.max_model_len]
-    for index, prompt in enumerate(prompts):
-        core.add_request(request_id=f"self-test-{index}", prompt=None, prompt_token_ids=prompt, params=params)
-    while core.has_unfinished:
+    pending = list(enumerate(prompts))
+    while pending or core.has_unfinished:
+        while pending and core.stats().num_waiting < core.config.max_num_waiting:  # a queue shorter than the card
+            index, prompt = pending.pop(0)
+            core.add_request(request_id=f"self-test-{index}", prompt=None, prompt_token_ids=prompt, params=params)
         core.step()
     measured = core.stats().spec.accepted_length
     if not prompts:
