@@ -71,6 +71,8 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     ({"prompt": "a", "prompt_token_ids": [1]}, {}, ["exactly one"]),
     ([[1]], {"stop_token_ids": [64]}, ["stop_token_ids", "64"]),
     ([[1]], {"logit_bias": {70: 1.0}}, ["logit_bias", "70"]),
+    ([[1]], {"stop_token_ids": list(range(63)), "min_tokens": 1}, ["stop_token_ids", "all 64", "min_tokens=1"]),
+    ("ab\ud800", {}, ["prompt", "\\ud800", "index 2"]),
 ])  # fmt: skip
 def test_wrong_requests_are_refused_by_name_and_leave_nothing(
     prompt: Any, params: dict[str, Any], words: Sequence[str], llm: LLM

@@ -127,6 +127,12 @@ class EngineCore:
         if request_id in self._groups:
             raise InvalidRequestError(f"request_id={request_id!r} is in use already", param="request_id")
         params.validate_for(self.vocab_size)
+        if params.min_tokens and len({*self._eos_token_ids, *params.stop_token_ids}) == self.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: all {self.vocab_size} tokens end the text, so none can come before "
+                f"min_tokens={params.min_tokens}",
+                param="stop_token_ids",
+            )
         wrong = next((i for i in prompt_token_ids if not 0 <= i < self.vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(

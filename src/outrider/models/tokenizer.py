@@ -46,6 +46,13 @@ class Tokenizer:
         return cls(tokenizer_from_metadata(metadata), eos_token_ids=eos_token_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # from bytes of an argument or a file that are no UTF-8, say
+            raise InvalidRequestError(
+                f"prompt: {text[error.start]!r} at index {error.start} is half a surrogate pair, which is no character",
+                param="prompt",
+            ) from error
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
