@@ -244,10 +244,10 @@ def make_context_drafter(path: Path, *, lookback: int = 8, **config_changes: Any
     (query head 3, KV head 1), each onto all states it is compatible with: only the right one gets both votes. Both
     taps, both layers, every position and the slot numbering must be right for a correct proposal.
 
-    ``lookback`` > 7 keeps every slot's position inside the context; the prompt must be at least ``lookback`` long and
-    lie on the orbit for all proposals to be right.
+    ``lookback`` >= 7 keeps every slot's position inside the context (at 7 the last slot reads its newest position); the
+    prompt must be at least ``lookback`` long and lie on the orbit for all proposals to be right.
     """
-    assert lookback > GAMMA, f"lookback={lookback} must exceed {GAMMA}, or slots would look into their own block"
+    assert lookback >= GAMMA, f"lookback={lookback} must be at least {GAMMA}, or slots would look into their own block"
     config = drafter_config(**config_changes)
     tensors = random_drafter_tensors(config, seed=7)
     for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):

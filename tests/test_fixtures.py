@@ -72,7 +72,7 @@ def test_markov_drafters_take_the_rounds_of_the_cases(
     assert len(run.accepted) == rounds
 
 
-@pytest.mark.parametrize(("lookback", "length"), [(8, 8), (8, 40), (8, 200), (40, 200)])
+@pytest.mark.parametrize(("lookback", "length"), [(8, 8), (7, 40), (8, 200), (40, 200)])
 def test_context_drafter_is_right_from_features_alone(lookback: int, length: int, tmp_path: Path) -> None:
     target = ReferenceTarget(fixtures.make_layered_target(tmp_path / "target"))
     drafter = ReferenceDrafter.load(fixtures.make_context_drafter(tmp_path / "context", lookback=lookback), target)

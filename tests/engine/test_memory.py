@@ -80,7 +80,7 @@ def test_chunked_prefill_changes_neither_text_nor_rounds(budget: int, zoo: Zoo) 
 
 
 def test_a_prefix_hit_brings_the_draft_context_along(zoo: Zoo) -> None:
-    """Slots look 8 positions back: with a prompt of 33 all of the first round's context comes from the cache."""
+    """Slots look 7 positions back: with a prompt of 33 all but the newest of those come from the cache."""
     prompt = fixtures.orbit_prompt(33)
     llm = context_llm(zoo)
     first = generate(llm, [prompt], greedy(65))[0]

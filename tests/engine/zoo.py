@@ -29,7 +29,7 @@ _MAKERS: dict[str, Callable[[Path], Path]] = {
     "perfect": fixtures.make_perfect_drafter,
     "wrong": fixtures.make_wrong_drafter,
     "half": fixtures.make_half_drafter,
-    "context": fixtures.make_context_drafter,
+    "context": lambda path: fixtures.make_context_drafter(path, lookback=fixtures.GAMMA),  # newest position included
     "random": fixtures.make_random_drafter,
     "fixed-drafter": lambda path: fixtures.make_fixed_drafter(path, probabilities=DRAFT_PROBABILITIES),
 }
