@@ -19,6 +19,7 @@ from outrider.engine.engine_core import EngineCore
 from outrider.engine.setup import build_engine, resolve
 from outrider.models.source import load_model
 from outrider.outputs import RequestOutput, SpecCounters
+from outrider.runner.kv_memory import KVLayout
 from outrider.sampling_params import SamplingParams
 
 DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue, and why sunsets are red."
@@ -49,17 +50,15 @@ def demo_command(
     """Stream an answer with the drafter, then run the same without drafting and with prompt lookup, and compare."""
     console = Console()
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=engine_args.seed)
-    target = load_model(engine_args.model, dtype=resolve(engine_args).config.dtype)
+    resolved = resolve(engine_args)
+    target = load_model(engine_args.model, dtype=resolved.config.dtype)
     runs = []
-    for draft in (engine_args.draft, "none", "lookup"):
-        gamma = engine_args.num_speculative_tokens if draft == engine_args.draft else None
-        core = build_engine(
-            dataclasses.replace(
-                engine_args, draft=draft, num_speculative_tokens=gamma, kv_cache_memory_bytes=_small_kv(engine_args)
-            ),
-            target=target,
-        )
+    for draft in dict.fromkeys((engine_args.draft, "none", "lookup")):
         first = draft == engine_args.draft
+        args = dataclasses.replace(engine_args, kv_cache_memory_bytes=_small_kv(engine_args, resolved.layout))
+        if not first:
+            args = dataclasses.replace(args, draft=draft, num_speculative_tokens=None, draft_confidence_threshold=0.0)
+        core = build_engine(args, target=target)
         if first:
             console.print(f"[bold]{prompt}[/bold]")
         runs.append(Run(draft=draft, output=_answer(core, prompt, params, stream=first)))
@@ -71,9 +70,12 @@ def demo_command(
         print_json_line(_report(runs, identical=same))
 
 
-def _small_kv(engine_args: EngineArgs) -> int:
+def _small_kv(engine_args: EngineArgs, layout: KVLayout) -> int:
     """One request needs little; the page-by-page default would be touched for nothing."""
-    return engine_args.kv_cache_memory_bytes or 256 * 2**20
+    if engine_args.kv_cache_memory_bytes is not None:
+        return engine_args.kv_cache_memory_bytes
+    blocks = -(-(engine_args.max_model_len or 0) // layout.kv_block_size)
+    return max(256 * 2**20, blocks * layout.kv_block_size * layout.bytes_per_token)
 
 
 def _answer(core: EngineCore, prompt: str, params: SamplingParams, *, stream: bool) -> RequestOutput:

@@ -18,8 +18,8 @@ from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
 from outrider.engine.setup import build_engine
-from outrider.errors import InvalidRequestError
-from outrider.outputs import RequestOutput
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling_params import SamplingParams
 from outrider.spec_decode.counters import merge_counters
 
@@ -51,6 +51,8 @@ def generate_command(
 ) -> None:
     """Complete prompts. ``--seed`` is every request's seed, so that a prompt's result does not depend on the others."""
     texts = list(prompt or [])
+    if limit and prompt_file is None:
+        raise ConfigError(f"limit={limit} is a number of lines of --prompt-file, and none is given")
     if prompt_file is not None:
         texts += read_prompts(prompt_file, limit or None)
     if not texts:
@@ -82,20 +84,33 @@ def generate_command(
             print(f">>> {text}")
             for completion in output.outputs:
                 print(completion.text, end="\n\n")
+    failed = [output for output in outputs if any(c.error is not None for c in output.outputs)]
+    for output in failed:
+        reason = next(c.error for c in output.outputs if c.error is not None)
+        typer.echo(f"error: prompt {int(output.request_id) + 1}: {reason}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def run_prompts(
     core: EngineCore, texts: Sequence[str], params: SamplingParams, *, raw: bool, stream: bool
 ) -> list[RequestOutput]:
-    """All prompts through the step loop, in their order; ``stream`` prints the text of a single one as it comes."""
-    pending = [(str(i), text, encode_prompt(core.tokenizer, text, raw=raw)) for i, text in enumerate(texts)]
-    pending.reverse()
+    """All prompts through the step loop, in their order; ``stream`` prints the text of a single one as it comes.
+
+    A prompt that is refused, for its length say, ends with an error of its own; the others go on.
+    """
+    pending = list(enumerate(texts))[::-1]
     finished: dict[str, RequestOutput] = {}
     shown = 0
     while len(finished) < len(texts):
-        while pending and core.stats().num_waiting < core.config.max_num_waiting // max(params.n, 1):
-            request_id, text, token_ids = pending.pop()
-            core.add_request(request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params)
+        room = core.config.max_num_waiting - params.n
+        while pending and (core.stats().num_waiting <= room or not core.has_unfinished):
+            index, text = pending.pop()
+            try:
+                token_ids = encode_prompt(core.tokenizer, text, raw=raw)
+                core.add_request(request_id=str(index), prompt=text, prompt_token_ids=token_ids, params=params)
+            except InvalidRequestError as error:
+                finished[str(index)] = _refused(str(index), text, params, reason=str(error))
         for output in core.step():
             if stream:
                 text = output.outputs[0].text
@@ -109,10 +124,25 @@ def run_prompts(
     return [finished[str(i)] for i in range(len(texts))]
 
 
+def _refused(request_id: str, text: str, params: SamplingParams, *, reason: str) -> RequestOutput:
+    completions = (
+        CompletionOutput(
+            index=index, text="", token_ids=(), logprobs=None, finish_reason="error", stop_reason=None, error=reason
+        )
+        for index in range(params.n)
+    )
+    return RequestOutput(
+        request_id=request_id, prompt=text, prompt_token_ids=(), outputs=tuple(completions), finished=True
+    )
+
+
 def report(
     texts: Sequence[str], outputs: Sequence[RequestOutput], *, startup_s: float, elapsed_s: float
 ) -> dict[str, object]:
-    """The command's JSON. tpot_s and ttft_s are means over requests; a result is one completion of one prompt."""
+    """The command's JSON. A result is one completion of one prompt, with an ``error`` where that failed.
+
+    tpot_s and ttft_s are means over the requests that got so far.
+    """
     results = []
     for text, output in zip(texts, outputs, strict=True):
         for completion in output.outputs:
@@ -128,9 +158,11 @@ def report(
                         "completion_tokens": new_tokens,
                         "total_tokens": prompt_tokens + new_tokens,
                     },
+                    **({} if completion.error is None else {"error": completion.error}),
                 }
             )
     new_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    ttfts = [output.timing.ttft_s for output in outputs if output.timing.ttft_s]
     tpots = [
         (output.timing.e2e_s - output.timing.ttft_s) / (longest - 1)
         for output in outputs
@@ -140,7 +172,7 @@ def report(
         "results": results,
         "spec": spec_json(merge_counters(output.spec for output in outputs)),
         "timing": {
-            "ttft_s": sum(output.timing.ttft_s for output in outputs) / len(outputs),
+            "ttft_s": sum(ttfts) / len(ttfts) if ttfts else 0.0,
             "tpot_s": sum(tpots) / len(tpots) if tpots else 0.0,
             "output_tokens_per_s": new_tokens / elapsed_s,
             "startup_s": startup_s,

@@ -10,9 +10,9 @@ from outrider.outputs import SpecCounters
 
 
 def print_json_line(payload: Mapping[str, object]) -> None:
-    """Last on standard output, whatever was printed before."""
+    """Last on standard output, whatever was printed before. ASCII, so that no encoding of it can fail."""
     sys.stdout.flush()
-    print(json.dumps(payload, ensure_ascii=False, allow_nan=False), flush=True)
+    print(json.dumps(payload, allow_nan=False), flush=True)
 
 
 def spec_json(spec: SpecCounters) -> dict[str, object]:

@@ -1,5 +1,5 @@
 """``outrider VERB``: finds the verb's module and runs it. A verb is imported only when it is used, so that ``--help``
-answers at once. Errors a user can meet end in one line on stderr and status 1, without a traceback.
+answers at once. Errors a user can meet end in one line on stderr, with ``--json`` in a JSON line too, and status 1.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from outrider import __version__
+from outrider.cli.json_output import print_json_line
 from outrider.errors import OutriderError
 
 
@@ -79,6 +80,8 @@ def main() -> None:
         build_app(verb)(prog_name="outrider")
     except OutriderError as error:
         typer.echo(f"error: {error}", err=True)
+        if "--json" in sys.argv:
+            print_json_line({"error": str(error)})
         sys.exit(1)
 
 
