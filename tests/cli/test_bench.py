@@ -224,3 +224,14 @@ def test_the_help_lists_the_commands() -> None:
     output = _invoke("--help").output
     for name in ("acceptance", "latency", "throughput"):
         assert name in output
+
+
+def test_a_context_limit_that_was_asked_for_fits_the_small_memory(tmp_path: Path) -> None:
+    """Pools are as small as the workload allows, but never smaller than --max-model-len."""
+    path = fixtures.make_cycle_target(tmp_path)
+    config = fixtures.target_config(max_position_embeddings=8192)
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    report = _bench(
+        "latency", str(path), "--draft", "none", "--max-model-len", "8192", "--prompt", "a", "--output-len", "3"
+    )
+    assert report["settings"]["max_model_len"] == 8192

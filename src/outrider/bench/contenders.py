@@ -57,7 +57,8 @@ class Contenders:
             )
         if args.kv_cache_memory_bytes is None:
             layout = resolve(args).layout
-            blocks = -(-max(num_kv_tokens, _LEAST_KV_TOKENS) // layout.kv_block_size)
+            needed_tokens = max(num_kv_tokens, args.max_model_len or _LEAST_KV_TOKENS)
+            blocks = -(-needed_tokens // layout.kv_block_size)
             needed = blocks * layout.kv_block_size * layout.bytes_per_token
             args = dataclasses.replace(args, kv_cache_memory_bytes=min(needed, layout.total_bytes))
         return build_engine(args, target=self.target)
