@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from tests.fixtures import make_cycle_target, make_perfect_drafter
 
 from outrider.config import EngineArgs
-from outrider.engine.setup import resolve
+from outrider.engine.setup import _available_bytes, resolve
 from outrider.errors import ConfigError
 
 BYTES_PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values of 4 layers, 2 heads of 16, float32
@@ -39,3 +40,26 @@ def test_the_drafters_layers_are_paid_from_the_same_budget(target: str, tmp_path
     assert both.drafter_bytes_per_token == BYTES_PER_TOKEN // 2
     assert both.num_blocks == 42  # two thirds: the drafter has half the target's layers
     assert f"target {BYTES_PER_TOKEN}, drafter {BYTES_PER_TOKEN // 2}" in both.describe()
+
+
+@pytest.mark.parametrize(("max_model_len", "kv_block_size"), [(20, 16), (100, 256)])
+def test_the_default_memory_holds_whole_blocks_of_both_models(
+    target: str, tmp_path: Path, max_model_len: int, kv_block_size: int
+) -> None:
+    """The least a user may ask for: one request at a time, its length no multiple of a block."""
+    drafter = str(make_perfect_drafter(tmp_path))
+    config = resolve(
+        EngineArgs(
+            model=target, draft=drafter, max_model_len=max_model_len, kv_block_size=kv_block_size, max_num_seqs=1
+        )
+    ).config
+    assert config.max_model_len == max_model_len
+    assert config.num_kv_blocks * kv_block_size >= max_model_len
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_default_memory_is_not_bounded_by_what_files_keep_cached() -> None:
+    """MemAvailable counts the page cache, MemFree does not."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    assert _available_bytes() == pytest.approx(available, rel=0.2)

@@ -80,11 +80,13 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
             f"draft={args.draft!r} has none"
         )
     target_bytes = kv_bytes_per_token(model.config, dtype)
+    drafter_bytes = sum(kv_bytes_per_token(drafter.decoder, dtype) for drafter in drafters)
+    longest = -(-wanted_len // args.kv_block_size) * args.kv_block_size  # slots: whole blocks
     layout = plan_kv_memory(
-        budget_bytes=_kv_budget(args, target_bytes * args.max_num_seqs * wanted_len),
+        budget_bytes=_kv_budget(args, (target_bytes + drafter_bytes) * args.max_num_seqs * longest),
         kv_block_size=args.kv_block_size,
         target_bytes_per_token=target_bytes,
-        drafter_bytes_per_token=sum(kv_bytes_per_token(drafter.decoder, dtype) for drafter in drafters),
+        drafter_bytes_per_token=drafter_bytes,
     )
     config = EngineConfig(
         model=args.model,
@@ -237,5 +239,13 @@ def _kv_budget(args: EngineArgs, largest_need: int) -> int:
     """Asked for, or 2 GiB, but no more than half of the memory that is free and twice what could ever be used."""
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(DEFAULT_KV_CACHE_BYTES, free // 2, 2 * largest_need), 1)
+    return max(min(DEFAULT_KV_CACHE_BYTES, _available_bytes() // 2, 2 * largest_need), 1)
+
+
+def _available_bytes() -> int:
+    """Memory to be had without swapping. What files keep cached counts, since the kernel gives it up."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
