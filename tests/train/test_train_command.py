@@ -16,6 +16,10 @@ from outrider.cli.train import train_command
 from outrider.models.drafter_card import read_card
 from outrider.models.drafter_checkpoint import load_drafter
 from outrider.models.source import load_model
+from outrider.train.data import TokenStore
+from outrider.train.prompts import normalize
+from outrider.train.recipe import stored_questions
+from outrider.train.trainer import read_state
 
 _SMALL = shlex.split(
     "--num-speculative-tokens 3 --target-layer-ids 0,1 --init-layer-ids 2,3 --markov-rank 6 --draft-vocab-size 60 "
@@ -88,3 +92,21 @@ def test_refuses(target: Path, tmp_path: Path, option: str, value: str, message:
     refused = _run(target, tmp_path / "run", option, value)
     assert refused["exit"] == 1
     assert message in str(refused["error"])
+
+
+def test_a_grown_store_keeps_questions_and_draft_vocabulary(target: Path, tmp_path: Path) -> None:
+    """More data after training began: no question comes twice, and the trained rows keep their meaning."""
+    output = tmp_path / "run"
+    assert _run(target, output)["exit"] == 0
+    state = read_state(output / "state.pt")
+    store, loaded = TokenStore.open(output / "data"), load_model(str(target))
+    questions = [normalize(text) for text in stored_questions(store, loaded)]
+    assert len(questions) == len(set(questions)) == len(store.spans)
+    store.tokens_C[: store.used] = 7  # other data would now choose another vocabulary
+    assert _run(target, output, "--resume")["exit"] == 0
+    resumed = read_state(output / "state.pt")
+    assert torch.equal(resumed["draft_to_target"], state["draft_to_target"])
+    (output / "state.pt").write_bytes(b"not a state")
+    refused = _run(target, output, "--resume")
+    assert refused["exit"] == 1
+    assert "state.pt cannot be read" in str(refused["error"])

@@ -92,6 +92,24 @@ _LISTS = {
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "writing": (
+        "Write a detailed travel article about a week in {place}, covering food, people and the sights that "
+        "should not be missed.",
+        "Write a {mood} review of {thing} from the point of view of {person}. Mention at least two strengths "
+        "and one weakness.",
+        "Create an announcement for a community event about {topic}. Include the date, the place and why "
+        "people should come.",
+        "Imagine you write a column for a newspaper. Discuss whether {topic} deserves more attention, and "
+        "end with a clear opinion.",
+        "Write a speech of two minutes in which {name} thanks colleagues for their work on {topic}.",
+        "Describe a meeting between {person} and {person} in {place}, using all five senses in the first paragraph.",
+        "Write a persuasive email to convince {name}, who is sceptical, to support our project on {topic}. "
+        "Keep the tone friendly and the message short.",
+        'Edit the following paragraph and correct its mistakes: "{name} go to {place} last year and have saw '
+        'many thing about {topic}. It were very interest."',
+        "Draft a cover letter for {role} who applies to a company that sells {thing}.",
+        "Write the first scene of a play in which {person} and {person} argue about {topic}.",
+        "Come up with five slogans for {thing} and explain which one you like best.",
+        "Write a short biography of {name}, an imaginary pioneer of {topic}, with three turning points.",
         "Write a {mood} story about {person} in {place}.",
         "Write a short essay about {topic}.",
         "Compose a {mood} poem about {topic}.",
@@ -105,6 +123,16 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Rewrite this sentence so that it sounds more {mood}: '{name} went to {place} to learn about {topic}.'",
     ),
     "roleplay": (
+        "Please take the role of {role}. A visitor wants to know how {topic} changes the way we live. Stay "
+        "in character in every answer.",
+        "You are {role} at a dinner party in {place}. Someone claims that {topic} is overrated. Respond in "
+        "two paragraphs.",
+        "Picture yourself as {role} who has to give a talk to children about {topic}. What would you tell "
+        "them, and which example would you use?",
+        "Now you are a teacher who explains {subject} with the help of a story. Begin the lesson.",
+        "Be my interviewer for a job as {role}. Ask me three questions, one after the other, and comment on "
+        "good answers.",
+        "Assume the role of {person} and write a diary entry about your first day in {place}.",
         "Pretend you are {role}. Explain {topic} to a visitor.",
         "You are {role}. {name} asks you for advice about {topic}. What do you say?",
         "Imagine you are {role} living in {place}. Describe your day.",
@@ -113,6 +141,19 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "I want you to play {role}. Start by introducing yourself and telling me what you think of {place}.",
     ),
     "reasoning": (
+        "A group of {small} friends sits around a table. {name} sits next to {name}, and {name} sits "
+        "opposite {name}. What can we say about who sits where?",
+        "{name} says that every {topic} expert drinks tea. {name} drinks tea. Does it follow that {name} is "
+        "such an expert? Explain why or why not.",
+        "You overtake the person in third place in a race. In which place are you now, and why do people "
+        "often get this wrong?",
+        "One of these does not belong with the others: {item}, {item}, {item}, whales. Which one is it and why?",
+        "{name} walks north for {small} minutes, turns right and walks on for {small} minutes. In which "
+        "direction is the starting point? Explain step by step.",
+        "Suppose it takes {small} machines {small} minutes to make {small} parts. How long would {number} "
+        "machines need for {number} parts?",
+        "Before a decision about {topic}, a town asks for advice. Which facts should it collect first, and "
+        "how should it weigh them?",
         "What would happen if there were no {topic}? Think step by step.",
         "{name} is taller than {name} but shorter than {name}. Who might be the tallest? Explain your reasoning.",
         "Which is more useful in {place}: {thing} or {thing}? Give reasons for your choice.",
@@ -122,6 +163,19 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "What are the three biggest problems with {topic}, and how could each be solved?",
     ),
     "maths": (
+        "The price of {thing} rises by {small}% and later falls by {small}%. Is it back at the start? Show "
+        "the calculation.",
+        "In a class of {number} students, {small} play chess and {small} play tennis, and {small} do both. "
+        "How many do neither?",
+        "The sides of a triangle are {small}, {small} and {small} cm long. Can such a triangle exist, and "
+        "what would its perimeter be?",
+        "If f(x) = {small}x^2 - {small}x + {small}, what is the value of f(2)? Explain each step.",
+        "A tank holds {big} litres. One pipe fills it in {small} hours and another empties it in {number} "
+        "hours. How long until it is full with both open?",
+        "How many whole numbers between {small} and {big} are divisible by {small}? Describe how you count them.",
+        "Two dice are rolled. What is the probability that the total is at least {small}?",
+        "{name} invests {big} dollars, spends a third of it on {item} and half of the rest on {thing}. How "
+        "much money is left?",
         "{name} has {number} {item} and gives {small} of them to {name}. How many are left?",
         "A shop sells {item} for {small} dollars each. How much do {number} {item} cost with a discount of 10%?",
         "Solve for x: {small}x + {number} = {big}.",
@@ -134,6 +188,17 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Find the average of {number}, {small} and {big}.",
     ),
     "coding": (
+        "Write a {language} program that reads a text file line by line and {task}. Handle the case that the "
+        "file does not exist.",
+        "Implement in {language} a function that {task}, first in the simplest way and then with better "
+        "running time. Compare the two.",
+        "My {language} code is supposed to be a function that {task}, but it crashes on empty input. What "
+        "are likely reasons and how do I fix it?",
+        "Write a simple web page with HTML and a bit of JavaScript that shows a random fact about {topic} "
+        "when a button is clicked.",
+        "Given an array of integers, write a {language} function that returns the length of the longest "
+        "increasing run. Explain its complexity.",
+        "Design a small database schema for {thing} and write an SQL query that lists the ten most recent orders.",
         "Write a {language} function that {task}.",
         "How do I write a {language} program that {task}? Explain the code.",
         "Explain what recursion means in {language} with an example.",
@@ -144,6 +209,17 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Write unit tests for a {language} function that {task}.",
     ),
     "extraction": (
+        'Read the following reviews and rate each from 1 to 5: "I love {thing}." "{name} returned it after '
+        '{small} days." "It is fine, but too expensive." Answer as a list.',
+        'From this paragraph, list every person and every place: "In {small} weeks {name} travelled from '
+        '{place} to {place}, where {name} and {name} were waiting with {item}."',
+        'Given these lines, write a JSON object with the fields name, age and city: "{name} is {number} '
+        'years old and lives in {place}."',
+        'Name the main topic, the mood and the intended reader of this text: "Few things have changed our '
+        'lives as much as {topic}. And yet we hardly talk about it."',
+        "A shop sold {number} {item} in January, {big} in February and {small} in March. Which month was "
+        "best, and what was the total? Answer in one line.",
+        "Group these words by meaning and name each group: {item}, {place}, {item}, {topic}, {place}, {topic}.",
         "List the names in this text: '{name} and {name} met {name} in {place} to talk about {topic}.'",
         "Summarize the following in one sentence: {name}, {role} from {place}, spent {small} years studying {topic}. "
         "The work was slow, but in the end it changed how people think about {topic}.",
@@ -154,6 +230,15 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Classify these words as animals, places or objects: fox, {place}, lamp, whale, {thing}.",
     ),
     "stem": (
+        "Describe how {subject} was discovered, which experiment supports it and what is still unknown.",
+        "In the field of science, what role does {subject} play, and how is it connected to {subject}? Give "
+        "a short explanation and one application.",
+        "Which measurements would you take to find out whether {topic} affects {topic}? Describe the method "
+        "and possible sources of error.",
+        "What are the stages of {subject}? Explain what happens in each and why the order matters.",
+        "An engineer must build a bridge in {place}. Which properties of the ground, the weather and the "
+        "materials have to be known first?",
+        "Discuss the advantages and the disadvantages of {topic} from a scientific point of view, with examples.",
         "Explain {subject} in simple terms.",
         "What is {subject}, and why does it matter?",
         "How does {subject} work? Give an everyday example.",
@@ -164,6 +249,13 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Give me a short quiz about {subject} with answers.",
     ),
     "humanities": (
+        "Provide insights into how {movement} influenced economics and art. Use at least two examples.",
+        "Describe three causes and three consequences of {movement}. Which of them do historians argue about?",
+        "Write a dialogue between a supporter and a critic of {movement} in which both make their best argument.",
+        "How do the ideas behind {movement} differ from those behind {movement}? Start with a short "
+        "definition of each.",
+        "Explain to a visitor of a museum in {place} why an exhibition on {movement} is worth an hour of their time.",
+        "Discuss how laws about {topic} have changed over the last century and what that says about society.",
         "What were the main causes of {movement}?",
         "How did {movement} change everyday life?",
         "Compare {movement} with {movement}.",

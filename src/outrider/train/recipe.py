@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from outrider.train.generate import ChatFrame, GenerationSettings, generate
 from outrider.train.initialize import choose_draft_vocab, initialize
 from outrider.train.progress import progress_bar
 from outrider.train.prompts import QuestionFilter, TemplatedQuestions, questions_of, read_excluded
-from outrider.train.trainer import HeldOut, Trainer, TrainSettings
+from outrider.train.trainer import HeldOut, Trainer, TrainSettings, read_state
 
 logger = get_logger(__name__)
 _SELF_TEST_QUESTIONS = 6
@@ -92,6 +92,7 @@ class Run:
         self.recipe = recipe
         self.folder = recipe.output
         self.seconds: dict[str, float] = {"generate": 0.0, "train": 0.0}
+        self.store_full = False
         self._open(resume)
 
     def _open(self, resume: bool) -> None:
@@ -111,10 +112,14 @@ class Run:
                 raise ConfigError(
                     f"resume: {self.folder} was started with {part}={saved['settings'][part]}, not {values}"
                 )
-        self.seconds = saved["seconds"]
+        self.seconds, self.store_full = saved["seconds"], saved["store_full"]
 
     def _write(self) -> None:
-        content = {"settings": self.recipe.settings(), "seconds": self.seconds}
+        content = {
+            "settings": self.recipe.settings(),
+            "seconds": self.seconds,
+            "store_full": self.store_full,
+        }
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
     def execute(self) -> dict[str, Any]:
@@ -129,8 +134,11 @@ class Run:
     # Phases.
 
     def data(self) -> TokenStore:
+        """What the target said; generation goes on until its minutes are used up or the store is full."""
         recipe, folder = self.recipe, self.folder / "data"
-        if (folder / "index.json").exists():
+        exists = (folder / "index.json").exists()
+        minutes_left = recipe.generate_minutes - self.seconds["generate"] / 60
+        if exists and (self.store_full or minutes_left <= 0):
             store = TokenStore.open(folder)
             logger.info("using %d answer tokens generated before", store.answer_tokens)
             return store
@@ -141,8 +149,11 @@ class Run:
             tap_width=len(recipe.shape.target_layer_ids) * config.hidden_size,
             hidden_size=config.hidden_size,
         )
-        store = TokenStore.create(folder, shape)
+        store = TokenStore.open(folder) if exists else TokenStore.create(folder, shape)
         questions = QuestionFilter(read_excluded(recipe.exclude_prompts))
+        for text in stored_questions(store, loaded):
+            questions.admit(text)
+        seed = recipe.generation.seed + len(store.spans)  # an interrupted run goes on with new questions
         began = time.monotonic()
         with progress_bar("generate", recipe.generate_tokens) as advance:
 
@@ -153,14 +164,16 @@ class Run:
                 loaded.model,
                 loaded.tokenizer,
                 store,
-                recipe.generation,
+                replace(recipe.generation, seed=seed),
                 tap_layer_ids=recipe.shape.target_layer_ids,
-                texts=TemplatedQuestions(seed=recipe.generation.seed),
+                texts=TemplatedQuestions(seed=seed),
                 question_filter=questions,
-                max_seconds=60 * recipe.generate_minutes,
+                max_seconds=60 * minutes_left,
                 report=report,
             )
-        self.seconds["generate"] += time.monotonic() - began
+        spent = time.monotonic() - began
+        self.seconds["generate"] += spent
+        self.store_full = spent < 60 * minutes_left  # it ended for want of room
         self._write()
         logger.info("generated %d answer tokens; questions refused: %s", store.answer_tokens, questions.refused)
         return store
@@ -168,7 +181,12 @@ class Run:
     def _new_drafter(self, loaded: LoadedModel, store: TokenStore) -> DSparkDrafter:
         shape, target = self.recipe.shape, loaded.config
         size = min(shape.draft_vocab_size, target.vocab_size)
-        draft_ids = choose_draft_vocab(store, loaded.tokenizer, vocab_size=target.vocab_size, size=size)
+        if (self.folder / "state.pt").exists():  # chosen from the data of that time, which may have grown since
+            state = read_state(self.folder / "state.pt")
+            draft_ids, mask_token_id = state["draft_to_target"], state["mask_token_id"]
+        else:
+            draft_ids = choose_draft_vocab(store, loaded.tokenizer, vocab_size=target.vocab_size, size=size)
+            mask_token_id = _unused_token(loaded, store)
         config = DrafterConfig(
             source_format="speculators" if size < target.vocab_size else "deepspec",
             decoder=replace(target, num_layers=len(shape.init_layer_ids), qk_norm=True),
@@ -176,7 +194,7 @@ class Run:
             sample_from_anchor=True,
             target_layer_ids=shape.target_layer_ids,
             num_target_layers=target.num_layers,
-            mask_token_id=_unused_token(loaded, store),
+            mask_token_id=mask_token_id,
             markov_rank=shape.markov_rank,
             markov_head_type=shape.markov_head_type,
             enable_confidence_head=True,
@@ -321,6 +339,15 @@ class Run:
             seed=self.recipe.training.seed,
         )
         return totals.accepted_length
+
+
+def stored_questions(store: TokenStore, loaded: LoadedModel) -> Iterator[str]:
+    """The questions of all sequences of ``store``."""
+    frame = ChatFrame.of(loaded.tokenizer)
+    for span in store.spans:
+        answer = int(store.answer_C[span.start : span.stop].argmax())
+        question = store.tokens_C[span.start + len(frame.head) : span.start + answer - len(frame.tail)]
+        yield loaded.tokenizer.decode(question.tolist(), skip_special_tokens=False)
 
 
 def first_turns(path: Path) -> list[str]:

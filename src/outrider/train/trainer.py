@@ -11,11 +11,12 @@ own tokens; the confidence head learns the acceptance probability from detached 
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -236,6 +237,8 @@ class Trainer:
         state = {
             "step": self.step,
             "elapsed": self.elapsed,
+            "draft_to_target": self.drafter.draft_to_target_V,
+            "mask_token_id": self.drafter.config.mask_token_id,
             "parameters": {name: parameter.detach() for name, parameter in self.parameters.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
@@ -245,10 +248,7 @@ class Trainer:
 
     @torch.no_grad()
     def load_state(self, path: Path) -> None:
-        try:
-            state = torch.load(path, weights_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"resume: {path} cannot be read ({error})") from error
+        state = read_state(path)
         for name, parameter in self.parameters.items():
             saved = state["parameters"].get(name)
             if saved is None or saved.shape != parameter.shape:
@@ -258,6 +258,15 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.elapsed = state["step"], state["elapsed"]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What ``save_state`` wrote."""
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"resume: {path} cannot be read ({error})") from error
+    return state
 
 
 def trainable_parameters(drafter: DSparkDrafter) -> dict[str, nn.Parameter]:
