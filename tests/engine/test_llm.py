@@ -122,9 +122,10 @@ def test_good_requests_go_on_while_bad_ones_are_refused(zoo: Zoo) -> None:
         core.add_request(request_id="good", prompt=None, prompt_token_ids=IDS, params=greedy(40))
     with pytest.raises(InvalidRequestError, match="0 tokens"):
         core.add_request(request_id="empty", prompt=None, prompt_token_ids=[], params=greedy(40))
-    with pytest.raises(QueueFullError, match="max_waiting=2"):
+    with pytest.raises(QueueFullError, match="0 requests wait already and 3 more come together; max_waiting=2"):
         core.add_request(request_id="three", prompt=None, prompt_token_ids=IDS, params=greedy(40, n=3))
     assert core.abort("three") is None, "of n sequences all are queued or none"
+    assert core.stats().requests_finished == {}, "what never entered did not end either"
     core.add_request(request_id="two", prompt=None, prompt_token_ids=IDS, params=greedy(40, n=2))
     finished = run_to_end(core)
     assert set(finished) == {"good", "two"}

@@ -138,6 +138,7 @@ class EngineCore:
             raise InvalidRequestError(
                 f"prompt: token id {wrong} must lie in 0..{self.vocab_size - 1} (vocab_size)", param="prompt"
             )
+        self._scheduler.require_room(params.n)  # before n sequences are made
         group = RequestGroup(
             request_id=request_id,
             prompt=prompt,
@@ -146,15 +147,10 @@ class EngineCore:
             arrival_time=time.perf_counter(),
         )
         base_seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        try:
-            for index in range(params.n):
-                sequence = self._new_sequence(group, index, seed=derive_seed(base_seed, index))
-                self._scheduler.add(sequence.request)
-                group.sequences.append(sequence)
-        except Exception:
-            for sequence in group.sequences:
-                self._scheduler.abort(sequence.request.request_id)
-            raise
+        group.sequences = [
+            self._new_sequence(group, index, seed=derive_seed(base_seed, index)) for index in range(params.n)
+        ]
+        self._scheduler.add(*(sequence.request for sequence in group.sequences))
         self._groups[request_id] = group
         for sequence in group.sequences:
             self._sequences[sequence.request.request_id] = sequence

@@ -88,17 +88,26 @@ class Scheduler:
         """The unfinished request of this id."""
         return self._requests.get(request_id)
 
-    def add(self, request: Request) -> None:
-        """Queue a new request. Raises InvalidRequestError or QueueFullError and then leaves no trace of it."""
-        if request.request_id in self._requests:
-            raise InvalidRequestError(f"request_id={request.request_id!r} is in use already", param="request_id")
-        self._check_can_finish(request)
-        if len(self._waiting) >= self.config.max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests wait already; max_waiting={self.config.max_waiting}")
-        request.arrival_index = self._next_arrival
-        self._next_arrival += 1
-        self._requests[request.request_id] = request
-        self._waiting.append(request)
+    def add(self, *requests: Request) -> None:
+        """Queue new requests, all or none. Raises InvalidRequestError or QueueFullError and then leaves no trace."""
+        for request in requests:
+            if request.request_id in self._requests:
+                raise InvalidRequestError(f"request_id={request.request_id!r} is in use already", param="request_id")
+            self._check_can_finish(request)
+        self.require_room(len(requests))
+        for request in requests:
+            request.arrival_index = self._next_arrival
+            self._next_arrival += 1
+            self._requests[request.request_id] = request
+            self._waiting.append(request)
+
+    def require_room(self, count: int) -> None:
+        """Raise QueueFullError unless ``count`` more requests may wait."""
+        if len(self._waiting) + count > self.config.max_waiting:
+            more = f" and {count} more come together" if count > 1 else ""
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait already{more}; max_waiting={self.config.max_waiting}"
+            )
 
     def _check_can_finish(self, request: Request) -> None:
         num_prompt, max_model_len = request.num_prompt_tokens, self.config.max_model_len
