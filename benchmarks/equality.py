@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,8 +46,6 @@ class Comparison:
     differences: tuple[Difference, ...]
     accepted_length: float
     acceptance_rate: float
-    tokens_per_s: float
-    reference_tokens_per_s: float
 
     @property
     def largest_gap(self) -> float:
@@ -58,12 +55,7 @@ class Comparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     outputs: list[RequestOutput]
-    seconds: float
     spec: SpecCounters
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(len(output.outputs[0].token_ids) for output in self.outputs) / self.seconds
 
 
 def read_prompts(path: Path, limit: int) -> list[list[dict[str, Any]]]:
@@ -88,9 +80,7 @@ def run(
     )
     llm = LLM.from_core(build_engine(engine_args, target=target))
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, logprobs=2 if draft == "none" else None)
-    start = time.perf_counter()
-    outputs = llm.chat(conversations, params)
-    return Run(outputs=outputs, seconds=time.perf_counter() - start, spec=llm.stats().spec)
+    return Run(outputs=llm.chat(conversations, params), spec=llm.stats().spec)
 
 
 def compare(reference: Run, drafted: Run, *, draft: str, seats: int) -> Comparison:
@@ -105,8 +95,6 @@ def compare(reference: Run, drafted: Run, *, draft: str, seats: int) -> Comparis
         differences=differences,
         accepted_length=drafted.spec.accepted_length,
         acceptance_rate=drafted.spec.acceptance_rate,
-        tokens_per_s=drafted.tokens_per_s,
-        reference_tokens_per_s=reference.tokens_per_s,
     )
 
 
@@ -128,7 +116,7 @@ def print_table(comparisons: Sequence[Comparison]) -> None:
     for c in comparisons:
         print(
             f"{c.draft[-24:]:24} {c.max_num_seqs:5} {c.identical:5}/{c.prompts:<5} {c.largest_gap:12.2e} "
-            f"{c.accepted_length:6.2f} {c.acceptance_rate:6.3f} {c.tokens_per_s:8.1f} {c.reference_tokens_per_s:8.1f}"
+            f"{c.accepted_length:6.2f} {c.acceptance_rate:6.3f}"
         )
         for d in c.differences:
             print(f"    prompt {d.prompt}: parts at token {d.position}, reference top-2 gap {d.reference_gap:.3e}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from tests import fixtures
 
 from outrider import LLM, SamplingParams
@@ -20,6 +21,9 @@ DRAFT_PROBABILITIES = {7: 0.45, 8: 0.10, 9: 0.45}
 TIE = 1e-4  # a top-2 gap below this may fall either way when rows are batched differently
 SMALL_POOL = 1 << 22  # bytes; 170 blocks with a drafter
 BLOCK_BYTES = 16 * 2 * (fixtures.LAYERS + fixtures.DRAFT_LAYERS) * fixtures.KV_HEADS * fixtures.HEAD_DIM * 4  # the same
+
+Config = dict[str, Any]
+Fault = Callable[[Config, fixtures.TensorDict], None]
 
 _MAKERS: dict[str, Callable[[Path], Path]] = {
     "cycle": fixtures.make_cycle_target,
@@ -60,6 +64,14 @@ class Zoo:
         draft = str(self.path(drafter)) if drafter in _MAKERS else drafter
         args: dict[str, Any] = {"kv_cache_memory_bytes": SMALL_POOL, **engine_args}
         return LLM(model, draft=draft, num_speculative_tokens=gamma, **args)
+
+
+def edited(path: Path, source: Path, fault: Fault) -> str:
+    """A copy of a checkpoint at ``path`` after ``fault`` changed its configuration and tensors."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(source / "model.safetensors")
+    fault(config, tensors)
+    return str(fixtures.write_checkpoint(path, config, tensors))
 
 
 def decode(token_id: int) -> str:
