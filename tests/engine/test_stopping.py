@@ -8,9 +8,12 @@ import pytest
 from tests import fixtures
 from tests.engine.zoo import Zoo, generate, greedy, tokens
 from tests.fixtures import CHARACTERS, ORBIT
+from tests.models.test_tokenizer import sentencepiece_like
 
 from outrider import SamplingParams
+from outrider.engine.sequence import Sequence
 from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.scheduler.request import Request
 
 PROMPT = fixtures.orbit_prompt(5)  # ORBIT[0] comes from prefill, 1..8 from the first round, 9..16 from the second
 EOS = (ORBIT[12], ORBIT[40])
@@ -147,3 +150,31 @@ def test_a_stop_string_is_cut_for_sampled_requests_too(zoo: Zoo) -> None:
     assert cut.text == whole.text[:end]
     assert cut.token_ids == whole.token_ids[: end + len(stop)]
     assert cut.stop_reason == stop
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "finish_reason", "stop_reason"),
+    [
+        ({"stop": "\n"}, "h", "stop", "\n"),
+        ({"stop": "\n", "include_stop_str_in_output": True}, "h\n", "stop", "\n"),
+        ({"stop": "\n\n"}, "h\n", "stop", None),
+        ({"stop": "\n", "max_tokens": 2}, "h", "stop", "\n"),
+        ({"stop": "\n", "max_tokens": 2, "min_tokens": 2}, "h\n", "length", None),
+        ({}, "h\n", "stop", None),
+    ],
+)
+def test_a_stop_string_in_text_that_comes_with_the_end(
+    params: dict[str, Any], text: str, finish_reason: str, stop_reason: str | None
+) -> None:
+    """A newline that is a byte token becomes text when its run of byte tokens ends: here at the end of sequence."""
+    tokenizer = sentencepiece_like()
+    letter, newline, eos = tokenizer.token_to_id("h"), tokenizer.token_to_id("<0x0A>"), tokenizer.token_to_id("</s>")
+    assert letter is not None
+    assert newline is not None
+    assert eos is not None
+    request = Request.create(
+        request_id="r", prompt_token_ids=(letter,), params=SamplingParams(**params), arrival_time=0.0, max_model_len=64
+    )
+    sequence = Sequence(index=0, request=request, seed=0, tokenizer=tokenizer, eos_token_ids=(eos,))
+    sequence.take([letter, newline, eos][: params.get("max_tokens", 3)], [])
+    assert (sequence.text, sequence.finish_reason, sequence.stop_reason) == (text, finish_reason, stop_reason)

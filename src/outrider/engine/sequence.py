@@ -91,7 +91,9 @@ class Sequence:
                 num_kept = result.num_kept
                 self.finish_reason, self.stop_reason = "stop", result.stop_reason
         if self.finish_reason is not None:
-            self._release_text()
+            stop_string = self._release_text()
+            if stop_string is not None:
+                self.finish_reason, self.stop_reason = "stop", stop_string
         self.state.append(token_ids[:num_kept])
         self.logprobs.extend(self._decoded(raw) for raw in logprobs[:num_kept])
         return num_kept
@@ -103,12 +105,19 @@ class Sequence:
         if reason == "abort":
             self._release_text()
 
-    def _release_text(self) -> None:
-        """Text held back for an incomplete character or a possible stop string, unless a stop string ended it."""
+    def _release_text(self) -> str | None:
+        """Text held back for an incomplete character or a possible stop string; the stop string found in it, if any.
+
+        Where a vocabulary spells bytes as tokens, a run of them is text only once it has ended, here perhaps.
+        """
+        held = self._detokenizer.flush()
         if self._matcher is None:
-            self.text += self._detokenizer.flush()
+            self.text += held
         elif not self._matcher.matched:
-            self.text += self._matcher.flush() + self._detokenizer.flush()
+            result = self._matcher.finish(held)
+            self.text += result.text
+            return result.stop_reason
+        return None
 
     def _decoded(self, raw: RawLogprobs) -> PositionLogprobs:
         return PositionLogprobs(

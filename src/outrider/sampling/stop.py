@@ -87,6 +87,12 @@ class StopStringMatcher:
             released.append(delta if self._include else window[: len(window) - len(self._tail)])
         return StopStringResult("".join(released), None, None)
 
+    def finish(self, delta: str) -> StopStringResult:
+        """Take in the text that tokens fed before still owed, then all that is held back: the sequence has ended."""
+        self._num_tokens -= 1  # it belongs to the last of them
+        result = self.feed([delta])
+        return StopStringResult(result.text + self.flush(), result.num_kept, result.stop_reason)
+
     def flush(self) -> str:
         """The text still held back, to be shown when the sequence ends otherwise."""
         held, self._tail = "" if self._include else self._tail, ""
