@@ -68,6 +68,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (TEXT, {"logprobs": 21}, "logprobs", ["21", "20"]),
         (TEXT, {"logprobs": True}, "logprobs", ["true", "integer"]),
         (TEXT, {"stop": [""]}, "stop", ["empty"]),
+        (TEXT, {"stop": ["a"] * 65}, "stop", ["65", "64"]),
         (TEXT, {"stop": [1]}, "stop", ["[1]", "list of strings"]),
         (TEXT, {"stop_token_ids": [256]}, "stop_token_ids", ["256", "255"]),
         (TEXT, {"logit_bias": {"abc": 1}}, "logit_bias", ["abc", "token ids"]),

@@ -11,6 +11,7 @@ from outrider.server.protocol import ChatCompletionRequest, CompletionRequest, G
 from outrider.server.validation import show
 
 MAX_N = 128
+MAX_STOPS = 64  # every token's text is searched for each of them, while all other requests wait
 _LONGEST_MESSAGE = 500  # a refusal may quote a value of megabytes
 
 _SAME_MEANING = (
@@ -53,6 +54,8 @@ def _given(request: GenerationRequest) -> dict[str, Any]:
         raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
     if request.n is not None and request.n > MAX_N:
         raise bad_request(f"n={request.n} must lie in 1..{MAX_N}", param="n")
+    if isinstance(request.stop, list) and len(request.stop) > MAX_STOPS:
+        raise bad_request(f"stop has {len(request.stop)} strings; at most {MAX_STOPS} are allowed", param="stop")
     given = {name: getattr(request, name) for name in _SAME_MEANING if getattr(request, name) is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
