@@ -11,6 +11,7 @@ import pytest
 from tests import fixtures
 from tests.engine.zoo import Zoo, generate, greedy, tokens
 
+from outrider.errors import CheckpointError
 from outrider.models.drafter_card import DrafterCard, SelfTest, write_card
 
 CARD = DrafterCard(
@@ -79,6 +80,14 @@ def test_prompts_beyond_the_context_limit_are_not_run(zoo: Zoo, tmp_path: Path, 
 def test_a_queue_shorter_than_the_card_is_no_obstacle(zoo: Zoo, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     zoo.llm("cycle", with_card(zoo, "perfect", tmp_path / "d"), max_num_waiting=1)
     assert messages(log, logging.INFO) == ["drafter self-test: accepted length 8.00 (the card says 8.00)"]
+
+
+def test_a_card_made_for_another_vocabulary_is_the_checkpoints_error(zoo: Zoo, tmp_path: Path) -> None:
+    directory = with_card(zoo, "perfect", tmp_path / "d")
+    other = SelfTest(prompts=((1, 64),), max_tokens=33, accepted_length=8.0, floor=7.0)
+    write_card(DrafterCard(target="cycle", selftest=other), Path(directory))
+    with pytest.raises(CheckpointError, match=r"selftest\.prompts does not fit the target: .*token id 64"):
+        zoo.llm("cycle", directory)
 
 
 def test_fewer_drafts_than_the_card_was_measured_with(zoo: Zoo, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ the target's all the same.
 from __future__ import annotations
 
 from outrider.engine.engine_core import EngineCore
+from outrider.errors import CheckpointError, InvalidRequestError
 from outrider.logger import get_logger
 from outrider.models.drafter_card import DrafterCard
 from outrider.sampling_params import SamplingParams
@@ -39,7 +40,10 @@ def run_self_test(core: EngineCore, card: DrafterCard, *, num_speculative_tokens
     while pending or core.has_unfinished:
         while pending and core.stats().num_waiting < core.config.max_num_waiting:  # a queue shorter than the card
             index, prompt = pending.pop(0)
-            core.add_request(request_id=f"self-test-{index}", prompt=None, prompt_token_ids=prompt, params=params)
+            try:
+                core.add_request(request_id=f"self-test-{index}", prompt=None, prompt_token_ids=prompt, params=params)
+            except InvalidRequestError as error:
+                raise CheckpointError(f"drafter card: selftest.prompts does not fit the target: {error}") from error
         core.step()
     measured = core.stats().spec.accepted_length
     if not prompts:
