@@ -218,6 +218,9 @@ def test_what_does_not_go_together_is_refused(model: str, data: str) -> None:
     _refused(ConfigError, "request_rate=0", "throughput", model, "--request-rate", "0")
     _refused(ConfigError, "input_len=5 needs a vocabulary", "throughput", "--base-url", "http://x", "--input-len", "5")
     _refused(InvalidRequestError, "max_tokens=0", "throughput", model, "--output-len", "0")
+    _refused(ConfigError, "so max_num_seqs, draft would have no effect", "throughput", "--base-url", "http://x",
+             "--draft", "none", "--max-num-seqs", "2")  # fmt: skip
+    _refused(ConfigError, "api_key is for base_url", "throughput", model, "--api-key", "k")
 
 
 def test_the_help_lists_the_commands() -> None:

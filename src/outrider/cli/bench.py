@@ -183,6 +183,12 @@ def throughput_command(
     for name, value in (("num_prompts", num_prompts), ("max_concurrency", max_concurrency)):
         if value is not None:
             _require_at_least(name, value, 1)
+    if base_url:
+        given = [f.name for f in dataclasses.fields(EngineArgs) if getattr(engine_args, f.name) != f.default]
+        if given:
+            raise ConfigError(f"base_url={base_url!r} runs no engine here, so {', '.join(given)} would have no effect")
+    elif api_key:
+        raise ConfigError("api_key is for base_url, and none is given")
     if base_url and input_len is not None:
         raise ConfigError(f"input_len={input_len} needs a vocabulary; base_url={base_url!r} does not tell its own")
     texts = _taken_in_turn(_texts(prompt, data, limit, input_len), num_prompts)
