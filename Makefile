@@ -9,7 +9,8 @@ export PROMPT
 .PHONY: demo test test-slow lint format clean
 
 demo: $(STAMP)
-	@if [ -n "$$PROMPT" ]; then $(BIN)/outrider demo --prompt "$$PROMPT"; else $(BIN)/outrider demo; fi
+	@if [ -n "$$PROMPT" ]; then $(BIN)/outrider demo --dtype bfloat16 --prompt "$$PROMPT"; \
+	else $(BIN)/outrider demo --dtype bfloat16; fi
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
