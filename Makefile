@@ -30,7 +30,7 @@ format: $(STAMP)
 $(STAMP): requirements-dev.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements-dev.lock
+	$(BIN)/python -m pip install -r requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --no-deps -e .
 	@touch $@
 

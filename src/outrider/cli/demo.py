@@ -61,6 +61,8 @@ def demo_command(
         core = build_engine(args, target=target)
         if first:
             console.print(f"[bold]{prompt}[/bold]")
+        else:
+            console.print(f"[dim]the same with drafting {draft} ...[/dim]")
         runs.append(Run(draft=draft, output=_answer(core, prompt, params, stream=first)))
     console.print(_table(runs))
     same = runs[0].output.outputs[0].token_ids == runs[1].output.outputs[0].token_ids
