@@ -7,8 +7,8 @@ from pathlib import Path
 
 from outrider.config import DTypeName, ModelConfig
 from outrider.models.gguf_file import GGUFFile
-from outrider.models.model_config import from_gguf, from_hf
-from outrider.models.source import read_json, resolve_model
+from outrider.models.model_config import from_gguf
+from outrider.models.source import directory_config, read_json, resolve_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,10 @@ def describe_model(name_or_path: str) -> ModelDescription:
         config = from_gguf(file.metadata, file.tensor_shapes)
         return ModelDescription(name=name_or_path, path=path, config=config, dtype="float32")
     raw = read_json(path / "config.json")
-    generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
     said = raw.get("dtype", raw.get("torch_dtype"))
     return ModelDescription(
         name=name_or_path,
         path=path,
-        config=from_hf(raw, generation_config=generation),
+        config=directory_config(path, raw),
         dtype="bfloat16" if said == "bfloat16" else "float32",
     )

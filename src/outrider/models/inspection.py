@@ -22,9 +22,9 @@ from outrider.models.drafter_checkpoint import plan_directory
 from outrider.models.drafter_checkpoint_config import read_drafter_config
 from outrider.models.drafter_checkpoint_tensors import Shape, StoredTensor
 from outrider.models.gguf_file import GGUFFile
-from outrider.models.model_config import from_gguf, from_hf
+from outrider.models.model_config import from_gguf
 from outrider.models.registry import build_model
-from outrider.models.source import read_json, resolve_model
+from outrider.models.source import directory_config, read_json, resolve_model
 from outrider.models.weights import TORCH_DTYPES, check_size
 from outrider.models.weights_gguf import hf_name
 from outrider.models.weights_safetensors import tensor_headers
@@ -122,8 +122,7 @@ def _inspect_drafter(path: Path) -> Inspection:
 
 
 def _inspect_directory(path: Path, raw: Mapping[str, Any]) -> Inspection:
-    generation = path / "generation_config.json"
-    config = from_hf(raw, generation_config=read_json(generation) if generation.is_file() else {})
+    config = directory_config(path, raw)
     stored = {
         name.removeprefix("model."): StoredTensor(name=name, shape=tuple(entry["shape"]), dtype=entry["dtype"])
         for name, entry in tensor_headers(path).items()

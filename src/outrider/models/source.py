@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +108,7 @@ def _load_gguf(
 def _load_directory(
     path: Path, dtype: DTypeName, device: str, backend: AttentionBackend
 ) -> tuple[ModelConfig, Tokenizer, Decoder]:
-    generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
-    config = from_hf(read_json(path / "config.json"), generation_config=generation)
+    config = directory_config(path, read_json(path / "config.json"))
     check_size(config, stored_bytes=stored_bytes(path), source=str(path))
     tokenizer = Tokenizer.from_directory(path, eos_token_ids=config.eos_token_ids)
     _check_vocabulary(tokenizer, config, path)
@@ -144,6 +142,12 @@ def _progress(model: Decoder, path: Path) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"loading {path.name}", total=len(checkpoint_views(model)))
         yield lambda: progress.advance(task)
+
+
+def directory_config(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of an HF directory from ``raw``, its ``config.json``, and its generation config, if any."""
+    generation = path / "generation_config.json"
+    return from_hf(raw, generation_config=read_json(generation) if generation.is_file() else {})
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,8 +13,7 @@ import torch
 from outrider.config import DTypeName, ModelConfig
 from outrider.errors import ConfigError
 from outrider.layers.attention.interface import LayerKV
-
-TORCH_DTYPES: dict[DTypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from outrider.models.weights import TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

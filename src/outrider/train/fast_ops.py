@@ -19,20 +19,6 @@ from torch import Tensor
 from outrider.train.native import compiled, pointers
 
 _SOURCE = r"""
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <utility>
-#include <vector>
-
-typedef uint16_t bf16;
-static inline float up(bf16 x) { uint32_t b = uint32_t(x) << 16; float f; std::memcpy(&f, &b, 4); return f; }
-static inline bf16 down(float f) {
-  uint32_t b; std::memcpy(&b, &f, 4);
-  return bf16((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-
 // query [B, H, D], key and value [B, longest, K, D], lens [B], out [B, H, D]; DIM fixes D at compile time, 0 does not
 template <int DIM>
 static void attend(const bf16* query, const bf16* key, const bf16* value, const int32_t* lens, bf16* out,

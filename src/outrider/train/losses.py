@@ -57,19 +57,6 @@ class Teacher:
 
 
 _SOURCE = r"""
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
-typedef uint16_t bf16;
-static inline float up(bf16 x) { uint32_t b = uint32_t(x) << 16; float f; std::memcpy(&f, &b, 4); return f; }
-static inline bf16 down(float f) {
-  uint32_t b; std::memcpy(&b, &f, 4);
-  return bf16((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-
 // logits [N, V] become weight * dloss/dlogits in place; figures [N, 4] are loss, accept, label_accept, greedy hit
 extern "C" void slot_losses(bf16* logits, const bf16* teacher, const float* lse, const int64_t* row,
                             const int64_t* label, const float* weight, float* figures, int N, int V,

@@ -22,6 +22,23 @@ logger = get_logger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-fPIC", "-std=c++17")
 
+# Ahead of every source: what the loops include, and bfloat16 as 16 bits, rounded to nearest even.
+_PRELUDE = r"""
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+typedef uint16_t bf16;
+static inline float up(bf16 x) { uint32_t b = uint32_t(x) << 16; float f; std::memcpy(&f, &b, 4); return f; }
+static inline bf16 down(float f) {
+  uint32_t b; std::memcpy(&b, &f, 4);
+  return bf16((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+"""
+
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL | None:
@@ -33,7 +50,7 @@ def compiled(source: str) -> ctypes.CDLL | None:
         return None
     with tempfile.TemporaryDirectory(prefix="outrider-train-") as folder:
         text, objects, library = Path(folder) / "loops.cpp", Path(folder) / "loops.o", Path(folder) / "loops.so"
-        text.write_text(source)
+        text.write_text(_PRELUDE + source)
         steps = (
             [compiler, *_FLAGS, "-c", str(text), "-o", str(objects)],
             [compiler, "-shared", str(objects), str(openmp[0]), "-lm", "-lmvec", "-o", str(library)],
