@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import ModelConfig
 from outrider.layers.attention.interface import CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
@@ -80,6 +81,7 @@ class PagedSequences:
                 self.pool,
                 metadata,
                 taps,
+                ExpertMetadata.single(len(ids) + padding_rows),
             )
             logits_NV = self.model.compute_logits(output.hidden_ND)
         logits = [logits_NV[start:end] for start, end in pairwise(starts)]

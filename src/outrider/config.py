@@ -37,6 +37,26 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Expert layers of a decoder: softmax router, top-k, SwiGLU experts."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool  # weights of the chosen experts are divided by their sum
+    sparse_layers: tuple[bool, ...]  # per layer: experts, or the dense MLP of ``intermediate_size``
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model config: {name}={getattr(self, name)} must be at least 1")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"model config: num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder's shape. Made by ``models.model_config`` from HF or GGUF; nothing else reads foreign configs."""
 
@@ -58,6 +78,7 @@ class ModelConfig:
     max_position_embeddings: int
     bos_token_id: int  # -1: none
     eos_token_ids: tuple[int, ...]
+    moe: MoEConfig | None = None  # None: every layer is dense
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",

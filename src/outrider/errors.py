@@ -33,5 +33,9 @@ class QueueFullError(OutriderError):
     """The waiting queue is at its limit; the HTTP layer answers 429."""
 
 
+class CollectiveError(OutriderError, RuntimeError):
+    """A collective did not end: a rank is gone, or did not come within the timeout. Ends the group of ranks."""
+
+
 class EngineDeadError(OutriderError, RuntimeError):
     """The engine loop ended by an error; every in-flight request is answered with this."""

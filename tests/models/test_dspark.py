@@ -21,6 +21,7 @@ from tests.fixtures import (
 from tests.reference_drafter import ReferenceDrafter, ReferenceTarget
 from torch import Tensor, nn
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.layers.attention.interface import BlockMetadata, LayerKV
 from outrider.models.drafter_checkpoint import load_drafter
 from outrider.models.dspark import DSparkDrafter
@@ -77,7 +78,8 @@ def _paged(drafter: DSparkDrafter, taps_PF: Tensor) -> Tensor:
         block_width=drafter.config.block_width,
         max_context_len=max(_CONTEXTS),
     )
-    return drafter.forward(torch.tensor(_ANCHORS), torch.tensor(_CONTEXTS), kv, metadata)
+    experts = ExpertMetadata.single(len(_CONTEXTS) * drafter.config.block_width)
+    return drafter.forward(torch.tensor(_ANCHORS), torch.tensor(_CONTEXTS), kv, metadata, experts)
 
 
 def _packed(drafter: DSparkDrafter, taps_PF: Tensor) -> Tensor:

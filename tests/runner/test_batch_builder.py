@@ -131,7 +131,7 @@ def test_s1_the_idle_rank_runs_the_same_passes(tiers: tuple[int, ...], zoo: Zoo)
     assert [key.requests.value for key in graphs.keys] == [4 if tiers else 0]
     drafter, draft_pool = load_small_drafter(zoo)
     with torch.inference_mode():
-        hidden = drafter.model(draft.anchor_ids_R, draft.anchor_positions_R, draft_pool, draft.metadata)
+        hidden = drafter.model(draft.anchor_ids_R, draft.anchor_positions_R, draft_pool, draft.metadata, draft.experts)
     assert hidden.shape == (4 if tiers else 0, GAMMA, HIDDEN)
     assert not hidden.isnan().any()
 
@@ -228,7 +228,9 @@ def run_decode(zoo: Zoo, *, tiers: tuple[int, ...]) -> dict[str, torch.Tensor]:
     with torch.inference_mode():
         output = target.run(prefill)
         drafter.model.write_context(output.taps_NF, output.positions_N, draft_pool, output.slots_N)
-        hidden = drafter.model(draft.anchor_ids_R, draft.anchor_positions_R, draft_pool, draft.metadata)[:2]
+        hidden = drafter.model(draft.anchor_ids_R, draft.anchor_positions_R, draft_pool, draft.metadata, draft.experts)[
+            :2
+        ]
     verified = target.run(builder().verify(find(plan, PassKind.VERIFY), verify_rows(2)))
     assert graphs.keys[-1].requests.value == (tiers[0] if tiers else 0)
     assert graphs.keys[-1].tokens.value == (tiers[0] if tiers else 2) * (GAMMA + 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.batch.attention_metadata import BlockMetadata, CausalMetadata
 from outrider.batch.counts import RequestCount, TokenCount
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.batch.step_plan import PassKind, PassPlan
 
 
@@ -42,6 +43,7 @@ class PrefillBatch:
     token_ids_N: Tensor  # int64 [N]
     positions_N: Tensor  # int64 [N]
     metadata: CausalMetadata
+    experts: ExpertMetadata
     logit_rows_K: Tensor  # int64 [K], the last row of every chunk that is sampled
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class DraftBatch:
     anchor_ids_R: Tensor  # int64 [R]
     anchor_positions_R: Tensor  # int64 [R]
     metadata: BlockMetadata
+    experts: ExpertMetadata
 
     def __post_init__(self) -> None:
         _check(self.plan, PassKind.DRAFT, self.rank, self.requests, self.tokens)
@@ -81,6 +84,7 @@ class VerifyBatch:
     token_ids_N: Tensor  # int64 [N]
     positions_N: Tensor  # int64 [N]
     metadata: CausalMetadata
+    experts: ExpertMetadata
 
     def __post_init__(self) -> None:
         _check(self.plan, PassKind.VERIFY, self.rank, self.requests, self.tokens)

@@ -31,7 +31,6 @@ from outrider.models.drafter_checkpoint import (
 )
 from outrider.models.drafter_checkpoint_config import read_drafter_config
 from outrider.models.source import LoadedModel, load_model
-from outrider.parallel.communicator import SingleRankCommunicator
 from outrider.parallel.state import ParallelState
 from outrider.runner.batch_builder import BatchBuilder
 from outrider.runner.graph_runner import EagerRunner
@@ -143,7 +142,7 @@ def build_engine(args: EngineArgs, *, target: LoadedModel | None = None) -> Engi
             runner=runner,
             proposer=proposer,
             graphs=graphs,
-            communicator=SingleRankCommunicator(),
+            communicator=parallel.attn_dp,
             tokenizer=loaded.tokenizer,
             vocab_size=loaded.config.vocab_size,
             eos_token_ids=loaded.config.eos_token_ids,

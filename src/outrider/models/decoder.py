@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import ModelConfig
 from outrider.layers.attention.interface import AttentionBackend, CausalMetadata, LayerKV
 from outrider.layers.attention.projections import AttentionProjections
@@ -100,6 +101,7 @@ class Decoder(nn.Module):
         kv_caches: Sequence[LayerKV],
         metadata: CausalMetadata,
         tap_layer_ids: tuple[int, ...],
+        experts: ExpertMetadata,
     ) -> DecoderOutput:
         assert len(kv_caches) == len(self.layers), f"{len(kv_caches)} caches for {len(self.layers)} layers"
         phase = self.rotary(positions_N)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import DrafterConfig
 from outrider.layers.attention.interface import AttentionBackend, BlockMetadata, LayerKV
 from outrider.layers.embedding import Embedding, LMHead
@@ -158,6 +159,7 @@ class DSparkDrafter(nn.Module):
         anchor_positions_R: Tensor,
         kv_caches: Sequence[LayerKV],
         metadata: BlockMetadata,
+        experts: ExpertMetadata,
     ) -> Tensor:
         """Hidden of every block row after the final norm: [R, W, D]."""
         width = self.config.block_width

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
 
 
@@ -29,6 +30,7 @@ class TargetModel(Protocol):
         kv_caches: Sequence[LayerKV],
         metadata: CausalMetadata,
         tap_layer_ids: tuple[int, ...],
+        experts: ExpertMetadata,
     ) -> DecoderOutput:
         """token_ids int64 [N], positions int64 [N]; ids of taps as in HF ``hidden_states[i + 1]``; -1 = embedding."""
         ...
@@ -57,6 +59,7 @@ class DrafterModel(Protocol):
         anchor_positions_R: Tensor,
         kv_caches: Sequence[LayerKV],
         metadata: BlockMetadata,
+        experts: ExpertMetadata,
     ) -> Tensor:
         """Hidden of the block [anchor, mask * (G-1)] at positions p..p+G-1, after the final norm: [R, G, D]."""
         ...

@@ -1,31 +1,32 @@
-"""What this process knows of its ranks. Frozen; a module receives only the group it uses.
-
-A group of size 1 is a no-op, so that the single process is the trivial case of the same code.
-"""
+"""The groups this process is in. Frozen; a module receives only the communicator of the group it uses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """One rank's place among the ranks that share something."""
-
-    rank: int
-    size: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(f"parallel group: rank={self.rank} must lie in 0..{self.size - 1} (size={self.size})")
+from outrider.parallel.communicator import Communicator, SingleRankCommunicator
+from outrider.parallel.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelState:
-    attn_dp: Group  # ranks that hold different requests
+    topology: Topology
+    rank: int  # in the world
+    world: Communicator  # all ranks: experts are spread over these
+    attn_tp: Communicator  # ranks with the same requests: they share heads, MLP columns and the LM head
+    attn_dp: Communicator  # one rank per data-parallel rank: the step agreement, index = dp_rank
+
+    def __post_init__(self) -> None:
+        topology = self.topology
+        for name, ranks in (
+            ("world", tuple(range(topology.world_size))),
+            ("attn_tp", topology.attn_tp_ranks(self.rank)),
+            ("attn_dp", topology.attn_dp_ranks(self.rank)),
+        ):
+            group: Communicator = getattr(self, name)
+            assert (group.size, group.rank) == (len(ranks), ranks.index(self.rank)), f"{name} is not {ranks}"
 
     @classmethod
     def single(cls) -> ParallelState:
-        return cls(attn_dp=Group(rank=0, size=1))
+        alone = SingleRankCommunicator()
+        return cls(topology=Topology.single(), rank=0, world=alone, attn_tp=alone, attn_dp=alone)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.batch.attention_metadata import BlockMetadata, CausalMetadata
 from outrider.batch.counts import RequestCount, TokenCount
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.batch.forward_batch import DraftBatch, PrefillBatch, VerifyBatch
 from outrider.batch.step_plan import PaddingMode, PassPlan
 
@@ -49,10 +50,11 @@ class VerifyRow:
 
 
 class BatchBuilder:
-    def __init__(self, *, rank: int, kv_block_size: int, device: torch.device) -> None:
+    def __init__(self, *, rank: int, kv_block_size: int, device: torch.device, mask_padded_tokens: bool = True) -> None:
         self._rank = rank
         self._kv_block_size = kv_block_size
         self._device = device
+        self._mask_padded_tokens = mask_padded_tokens
 
     def prefill(self, plan: PassPlan, rows: Sequence[PrefillRow]) -> PrefillBatch:
         lengths = [len(row.token_ids) for row in rows]
@@ -68,6 +70,7 @@ class BatchBuilder:
             token_ids_N=token_ids,
             positions_N=positions,
             metadata=metadata,
+            experts=self._experts(plan, tokens),
             logit_rows_K=self._int64([end - 1 for end, row in zip(ends, rows, strict=True) if row.samples]),
         )
 
@@ -92,6 +95,7 @@ class BatchBuilder:
                 block_width=plan.width,
                 max_context_len=max(context_lens, default=0),
             ),
+            experts=self._experts(plan, tokens),
         )
 
     def verify(self, plan: PassPlan, rows: Sequence[VerifyRow]) -> VerifyBatch:
@@ -106,6 +110,7 @@ class BatchBuilder:
             token_ids_N=token_ids,
             positions_N=positions,
             metadata=metadata,
+            experts=self._experts(plan, tokens),
         )
 
     def _causal(
@@ -149,6 +154,15 @@ class BatchBuilder:
         filled = [list(table[:n]) + [0] * (width - n) for table, n in zip(tables, used, strict=False)]
         filled += [[0] * width] * (padded - len(filled))
         return torch.tensor(filled, dtype=torch.int32, device=self._device).view(padded, width)
+
+    def _experts(self, plan: PassPlan, tokens: TokenCount) -> ExpertMetadata:
+        return ExpertMetadata(
+            dp_rank=self._rank,
+            padded_tokens=tuple(count.value for count in plan.padded_tokens),
+            num_tokens_non_padded=self._int32([tokens.value]),
+            mask_padded_tokens=self._mask_padded_tokens,
+            captured=plan.padding_mode is PaddingMode.TIER,
+        )
 
     def _int32(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -67,5 +67,5 @@ class ModelRunner:
 
     def _forward(self, batch: PrefillBatch | VerifyBatch) -> DecoderOutput:
         return self._target.forward(
-            batch.token_ids_N, batch.positions_N, self._kv_caches, batch.metadata, self._tap_layer_ids
+            batch.token_ids_N, batch.positions_N, self._kv_caches, batch.metadata, self._tap_layer_ids, batch.experts
         )

@@ -58,7 +58,7 @@ class DSparkProposer:
         hidden_RGD = self._graphs.run(
             GraphKey.of(pass_plan, batch.rank),
             lambda: self._drafter.forward(
-                batch.anchor_ids_R, batch.anchor_positions_R, self._kv_caches, batch.metadata
+                batch.anchor_ids_R, batch.anchor_positions_R, self._kv_caches, batch.metadata, batch.experts
             ),
         )
         first = 0 if self._config.sample_from_anchor else 1  # slot 0 predicts nothing in the other convention

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
 from outrider.models.dspark import DSparkDrafter
@@ -142,7 +143,8 @@ class _Batch:
             block_width=self.drafter.config.block_width,
             max_context_len=int(context.max()),
         )
-        hidden = self.drafter.forward(anchors, context, self.draft_kv, metadata)[:, self.drafter.slot_offset :]
+        experts = ExpertMetadata.single(anchors.shape[0] * self.drafter.config.block_width)
+        hidden = self.drafter.forward(anchors, context, self.draft_kv, metadata, experts)[:, self.drafter.slot_offset :]
         base = self.drafter.compute_base_logits(hidden.flatten(0, 1)).view(len(requests), self.gamma, -1)
         state, previous = self.drafter.markov_state(len(requests)), anchors
         drafts: list[Tensor] = []
@@ -201,5 +203,7 @@ class _Batch:
             max_seq_len=int(ends.max()),
         )
         tokens = torch.tensor([token for row in rows.values() for token in row])
-        output = self.target.forward(tokens, positions, self.target_kv, metadata, self.drafter.config.target_layer_ids)
+        taps = self.drafter.config.target_layer_ids
+        experts = ExpertMetadata.single(tokens.shape[0])
+        output = self.target.forward(tokens, positions, self.target_kv, metadata, taps, experts)
         return output.hidden_ND, output.taps_NF, positions, slots

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.errors import ConfigError
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
@@ -168,7 +169,9 @@ class Lanes:
             max_seq_len=L,
         )
         tokens_B = self.tokens_BL[lane_B, position_B]
-        output = self.target.forward(tokens_B, position_B, self.kv, metadata, self.tap_layer_ids)
+        output = self.target.forward(
+            tokens_B, position_B, self.kv, metadata, self.tap_layer_ids, ExpertMetadata.single(B)
+        )
         self.taps_BLF[lane_B, position_B] = output.taps_NF.to(torch.bfloat16)
         self.hidden_BLD[lane_B, position_B] = output.hidden_ND.to(torch.bfloat16)
         logits_BV = torch.nn.functional.linear(output.hidden_ND, self.target.lm_head.weight)
