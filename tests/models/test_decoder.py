@@ -19,6 +19,7 @@ from outrider.models.model_config import from_hf
 from outrider.models.registry import build_model
 from outrider.models.weights import load_weights
 from outrider.models.weights_safetensors import iterate_safetensors
+from outrider.parallel.state import SINGLE_RANK
 
 VOCAB = 48
 SHAPE: dict[str, Any] = {
@@ -62,7 +63,7 @@ def ours(theirs: PreTrainedModel, directory: Path) -> Decoder:
     tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
     save_file(tensors, directory / "model.safetensors")
     config = from_hf(theirs.config)
-    model = build_model(config, backend=ReferenceAttention(), dtype=torch.float32, device="cpu")
+    model = build_model(config, parallel=SINGLE_RANK, backend=ReferenceAttention(), dtype=torch.float32, device="cpu")
     load_weights(model, iterate_safetensors(directory), source="test", on_tensor=lambda: None)
     return model
 
@@ -143,7 +144,9 @@ def test_no_taps_and_their_order(tmp_path: Path) -> None:
 def test_bf16_stays_close_and_gives_fp32_logits(tmp_path: Path) -> None:
     theirs = oracle("qwen3", {})
     reference = ours(theirs, tmp_path)
-    model = build_model(reference.config, backend=ReferenceAttention(), dtype=torch.bfloat16, device="cpu")
+    model = build_model(
+        reference.config, parallel=SINGLE_RANK, backend=ReferenceAttention(), dtype=torch.bfloat16, device="cpu"
+    )
     load_weights(model, iterate_safetensors(tmp_path), source="test", on_tensor=lambda: None)
     tokens = prompt(12, seed=4)
     sequences = PagedSequences(model, requests=1, max_len=12)

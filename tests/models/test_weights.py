@@ -27,6 +27,7 @@ from outrider.models.model_config import from_gguf, from_hf
 from outrider.models.weights import load_weights
 from outrider.models.weights_gguf import iterate_gguf
 from outrider.models.weights_safetensors import iterate_safetensors, read_header
+from outrider.parallel.state import SINGLE_RANK
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,7 +48,7 @@ TOKENS, TYPES = [*byte_alphabet(), "<|end|>"], [1] * 256 + [3]
 
 
 def make_model(**changes: Any) -> Decoder:
-    return Decoder(from_hf({**CONFIG, **changes}), backend=ReferenceAttention())
+    return Decoder(from_hf({**CONFIG, **changes}), parallel=SINGLE_RANK, backend=ReferenceAttention())
 
 
 def make_tensors(**changes: Any) -> dict[str, Tensor]:
@@ -285,7 +286,7 @@ def test_gguf_llama_gives_back_the_hf_tensors(tmp_path: Path, tied: bool) -> Non
     file = GGUFFile(path)
     config = from_gguf(file.metadata, file.tensor_shapes)
     assert config == from_hf({**CONFIG, "tie_word_embeddings": tied, "attention_bias": True})
-    model = Decoder(config, backend=ReferenceAttention())
+    model = Decoder(config, parallel=SINGLE_RANK, backend=ReferenceAttention())
     load_weights(model, iterate_gguf(file, config), source="test", on_tensor=lambda: None)
     assert_holds(model, tensors)
 
@@ -297,7 +298,7 @@ def test_gguf_qwen3_is_not_permuted(tmp_path: Path) -> None:
     file = GGUFFile(path)
     config = from_gguf(file.metadata, file.tensor_shapes)
     assert config == from_hf({**CONFIG, **shape})
-    model = Decoder(config, backend=ReferenceAttention())
+    model = Decoder(config, parallel=SINGLE_RANK, backend=ReferenceAttention())
     load_weights(model, iterate_gguf(file, config), source="test", on_tensor=lambda: None)
     assert_holds(model, tensors)
 
@@ -331,7 +332,7 @@ def test_gguf_with_a_tensor_too_many(tmp_path: Path) -> None:
     config = from_gguf(file.metadata, file.tensor_shapes)
     with pytest.raises(CheckpointError, match=r"unexpected tensor 'layers\.5\.mlp\.up_proj\.weight'"):
         load_weights(
-            Decoder(config, backend=ReferenceAttention()),
+            Decoder(config, parallel=SINGLE_RANK, backend=ReferenceAttention()),
             iterate_gguf(file, config),
             source="t",
             on_tensor=lambda: None,

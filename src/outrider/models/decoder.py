@@ -23,15 +23,24 @@ from outrider.layers.mlp import SwiGLU
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import RotaryEmbedding, RotaryPhase
 from outrider.models.interface import DecoderOutput
+from outrider.parallel.communicator import Communicator
+from outrider.parallel.state import ParallelState
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU, each added to the residual stream."""
+    """Pre-norm attention and SwiGLU, each added to the residual stream.
+
+    ``tp`` shares the heads and the MLP's columns: ``parallel.attn_tp`` in a target, a group of one in a drafter. The
+    rows handed in are the same on all ranks of ``parallel.attn_tp`` either way.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
+        layer_index: int,
+        parallel: ParallelState,
+        tp: Communicator,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -52,13 +61,14 @@ class DecoderLayer(nn.Module):
         backend: AttentionBackend,
         kv: LayerKV,
         metadata: CausalMetadata,
+        experts: ExpertMetadata,
     ) -> Tensor:
         query, key, value = self.self_attn.query_key_value(self.input_layernorm(residual_ND), phase)
         backend.write_kv(kv, key_NHD=key, value_NHD=value, slot_mapping_N=metadata.slot_mapping_N)
         attention = backend.causal(query, kv, metadata, scale=self.self_attn.scale)
-        return self.add_mlp(residual_ND + self.self_attn.output(attention))
+        return self.add_mlp(residual_ND + self.self_attn.output(attention), experts)
 
-    def add_mlp(self, residual_ND: Tensor) -> Tensor:
+    def add_mlp(self, residual_ND: Tensor, experts: ExpertMetadata) -> Tensor:
         """The layer's second half."""
         out_ND: Tensor = residual_ND + self.mlp(self.post_attention_layernorm(residual_ND))
         return out_ND
@@ -71,6 +81,7 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         *,
+        parallel: ParallelState,
         backend: AttentionBackend,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -79,7 +90,10 @@ class Decoder(nn.Module):
         self.config = config
         self.backend = backend
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer_index=i, parallel=parallel, tp=parallel.attn_tp, dtype=dtype, device=device)
+            for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head = LMHead(self.embed_tokens.weight)
@@ -108,7 +122,7 @@ class Decoder(nn.Module):
         residual_ND: Tensor = self.embed_tokens(token_ids_N)
         taps = {-1: residual_ND} if -1 in tap_layer_ids else {}
         for index, (layer, kv) in enumerate(zip(self.layers, kv_caches, strict=True)):
-            residual_ND = layer(residual_ND, phase, backend=self.backend, kv=kv, metadata=metadata)
+            residual_ND = layer(residual_ND, phase, backend=self.backend, kv=kv, metadata=metadata, experts=experts)
             if index in tap_layer_ids:
                 taps[index] = residual_ND
         taps_NF = torch.cat([residual_ND[:, :0], *(taps[layer_id] for layer_id in tap_layer_ids)], dim=-1)

@@ -33,6 +33,7 @@ from outrider.models.drafter_checkpoint_tensors import (
 from outrider.models.dspark import DSparkDrafter
 from outrider.models.weights import TORCH_DTYPES, check_size
 from outrider.models.weights_safetensors import iterate_safetensors, stored_bytes, tensor_headers
+from outrider.parallel.state import SINGLE_RANK, ParallelState
 
 __all__ = [
     "LoadedDrafter",
@@ -109,6 +110,7 @@ def load_drafter(
     target_config: ModelConfig,
     embed_weight: nn.Parameter,
     lm_head_weight: nn.Parameter,
+    parallel: ParallelState = SINGLE_RANK,
     dtype: DTypeName = "float32",
     device: str = "cpu",
     attention_backend: str = "auto",
@@ -137,6 +139,7 @@ def load_drafter(
         lm_head_VD=head_VD,
         draft_to_target_V=draft_to_target_V,
         backend=get_attention_backend(attention_backend),
+        parallel=parallel,
         dtype=TORCH_DTYPES[dtype],
         device=device,
     )

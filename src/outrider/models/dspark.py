@@ -10,6 +10,9 @@ values from it with the projections it also uses for block rows. Context passes 
 layers. Embedding and LM head are the target's own parameters; with a reduced draft vocabulary the head keeps some rows
 and ``draft_to_target_V`` says which target id each draft id is.
 
+Every rank holds the whole drafter but for experts in its layers, which are spread as the target's: a draft pass of a
+dense drafter needs no other rank.
+
 Parameter names are DeepSpec's, but for the merged projections (see ``layers.linear.checkpoint_views``).
 
 Shape legend: N context rows, R requests, W block width, D hidden size, F tapped width, Vd draft vocabulary, r Markov
@@ -27,12 +30,15 @@ from torch import Tensor, nn
 
 from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import DrafterConfig
+from outrider.errors import ConfigError
 from outrider.layers.attention.interface import AttentionBackend, BlockMetadata, LayerKV
 from outrider.layers.embedding import Embedding, LMHead
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import RotaryEmbedding, RotaryPhase
 from outrider.models.decoder import DecoderLayer
+from outrider.parallel.communicator import SingleRankCommunicator
+from outrider.parallel.state import SINGLE_RANK, ParallelState
 
 
 class MarkovHead(nn.Module):
@@ -93,6 +99,7 @@ class DSparkDrafter(nn.Module):
         lm_head_VD: nn.Parameter,
         draft_to_target_V: Tensor,
         backend: AttentionBackend,
+        parallel: ParallelState = SINGLE_RANK,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -111,8 +118,10 @@ class DSparkDrafter(nn.Module):
         self.lm_head = LMHead(lm_head_VD)
         self.fc = Linear(taps * hidden, hidden, bias=False, dtype=dtype, device=device)
         self.hidden_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        alone = SingleRankCommunicator()
         self.layers = nn.ModuleList(
-            DecoderLayer(decoder, dtype=dtype, device=device) for _ in range(decoder.num_layers)
+            DecoderLayer(decoder, layer_index=i, parallel=parallel, tp=alone, dtype=dtype, device=device)
+            for i in range(decoder.num_layers)
         )
         self.norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
         self.markov_head = MarkovHead(config, dtype=dtype, device=device) if config.markov_rank else None
@@ -170,7 +179,7 @@ class DSparkDrafter(nn.Module):
             attention = self.backend.block(
                 query, kv, metadata, key_NHD=key, value_NHD=value, scale=layer.self_attn.scale
             )
-            residual_ND = layer.add_mlp(residual_ND + layer.self_attn.output(attention))
+            residual_ND = layer.add_mlp(residual_ND + layer.self_attn.output(attention), experts)
         hidden_ND: Tensor = self.norm(residual_ND)
         return hidden_ND.view(-1, width, hidden_ND.shape[-1])
 
@@ -186,12 +195,18 @@ class DSparkDrafter(nn.Module):
 
         visible_BAC says which context rows each anchor may see: those of its own sequence at positions below its own.
         """
+        if self.config.decoder.moe is not None:
+            raise ConfigError(
+                "training runs dense drafters only; this one has expert layers (num_experts="
+                f"{self.config.decoder.moe.num_experts})"
+            )
         bins, context = positions_BC.shape
         anchors, width = anchor_ids_BA.shape[1], self.config.block_width
         context_ND = self.project_context(taps_BCF.flatten(0, 1))
         context_phase = self.rotary(positions_BC.flatten())
         residual_ND, phase = self._embed_blocks(anchor_ids_BA.flatten(), anchor_positions_BA.flatten())
         mask_B1QT = _packed_mask(visible_BAC, width=width)
+        experts = ExpertMetadata.single(residual_ND.shape[0])
         for layer in self._draft_layers():
             projections = layer.self_attn
             query, key, value = projections.query_key_value(layer.input_layernorm(residual_ND), phase)
@@ -205,7 +220,7 @@ class DSparkDrafter(nn.Module):
                 mask_B1QT=mask_B1QT,
                 scale=projections.scale,
             )
-            residual_ND = layer.add_mlp(residual_ND + projections.output(attention.flatten(0, 2)))
+            residual_ND = layer.add_mlp(residual_ND + projections.output(attention.flatten(0, 2)), experts)
         hidden_ND: Tensor = self.norm(residual_ND)
         return hidden_ND.view(bins, anchors, width, -1)
 

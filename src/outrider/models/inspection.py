@@ -28,6 +28,7 @@ from outrider.models.source import directory_config, read_json, resolve_model
 from outrider.models.weights import TORCH_DTYPES, check_size
 from outrider.models.weights_gguf import hf_name
 from outrider.models.weights_safetensors import tensor_headers
+from outrider.parallel.state import SINGLE_RANK
 
 _DRAFTER_KEYS = ("speculators_model_type", "dflash_config", "dspark_config", "target_layer_ids", "n_mtp_layers")
 
@@ -146,7 +147,7 @@ def _inspect_model(
 ) -> Inspection:
     check_size(config, stored_bytes=stored_bytes, source=str(path))
     backend = get_attention_backend("auto")
-    model = build_model(config, backend=backend, dtype=TORCH_DTYPES["float32"], device="meta")
+    model = build_model(config, parallel=SINGLE_RANK, backend=backend, dtype=TORCH_DTYPES["float32"], device="meta")
     expected = {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}
     derived, dropped = {}, {}
     if config.tie_word_embeddings:

@@ -28,6 +28,7 @@ from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import TORCH_DTYPES, check_size, load_weights
 from outrider.models.weights_gguf import iterate_gguf
 from outrider.models.weights_safetensors import iterate_safetensors, stored_bytes
+from outrider.parallel.state import SINGLE_RANK, ParallelState
 
 logger = get_logger(__name__)
 
@@ -56,17 +57,18 @@ class LoadedModel:
 def load_model(
     name_or_path: str,
     *,
+    parallel: ParallelState = SINGLE_RANK,
     dtype: DTypeName = "float32",
     device: str = "cpu",
     attention_backend: str = "auto",
 ) -> LoadedModel:
-    """Resolve, check and load a target model and its tokenizer."""
+    """Resolve, check and load a target model (the part that this rank holds) and its tokenizer."""
     backend = get_attention_backend(attention_backend)
     path = resolve_model(name_or_path)
     if path.is_dir():
-        config, tokenizer, model = _load_directory(path, dtype, device, backend)
+        config, tokenizer, model = _load_directory(path, parallel, dtype, device, backend)
     else:
-        config, tokenizer, model = _load_gguf(path, dtype, device, backend)
+        config, tokenizer, model = _load_gguf(path, parallel, dtype, device, backend)
     return LoadedModel(model=model, config=config, tokenizer=tokenizer, name=name_or_path, path=path)
 
 
@@ -92,27 +94,27 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def _load_gguf(
-    path: Path, dtype: DTypeName, device: str, backend: AttentionBackend
+    path: Path, parallel: ParallelState, dtype: DTypeName, device: str, backend: AttentionBackend
 ) -> tuple[ModelConfig, Tokenizer, Decoder]:
     file = GGUFFile(path)
     config = from_gguf(file.metadata, file.tensor_shapes)
     check_size(config, stored_bytes=path.stat().st_size, source=str(path))
     tokenizer = Tokenizer.from_gguf(file.metadata, eos_token_ids=config.eos_token_ids)
     _check_vocabulary(tokenizer, config, path)
-    model = _new_model(config, dtype, device, backend)
+    model = _new_model(config, parallel, dtype, device, backend)
     with _progress(model, path) as advance:
         load_weights(model, iterate_gguf(file, config), source=str(path), on_tensor=advance)
     return config, tokenizer, model
 
 
 def _load_directory(
-    path: Path, dtype: DTypeName, device: str, backend: AttentionBackend
+    path: Path, parallel: ParallelState, dtype: DTypeName, device: str, backend: AttentionBackend
 ) -> tuple[ModelConfig, Tokenizer, Decoder]:
     config = directory_config(path, read_json(path / "config.json"))
     check_size(config, stored_bytes=stored_bytes(path), source=str(path))
     tokenizer = Tokenizer.from_directory(path, eos_token_ids=config.eos_token_ids)
     _check_vocabulary(tokenizer, config, path)
-    model = _new_model(config, dtype, device, backend)
+    model = _new_model(config, parallel, dtype, device, backend)
     with _progress(model, path) as advance:
         load_weights(model, iterate_safetensors(path), source=str(path), on_tensor=advance)
     return config, tokenizer, model
@@ -127,8 +129,10 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> 
         )
 
 
-def _new_model(config: ModelConfig, dtype: DTypeName, device: str, backend: AttentionBackend) -> Decoder:
-    model = build_model(config, backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
+def _new_model(
+    config: ModelConfig, parallel: ParallelState, dtype: DTypeName, device: str, backend: AttentionBackend
+) -> Decoder:
+    model = build_model(config, parallel=parallel, backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
     model.requires_grad_(False)
     model.eval()
     return model

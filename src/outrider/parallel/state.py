@@ -30,3 +30,6 @@ class ParallelState:
     def single(cls) -> ParallelState:
         alone = SingleRankCommunicator()
         return cls(topology=Topology.single(), rank=0, world=alone, attn_tp=alone, attn_dp=alone)
+
+
+SINGLE_RANK = ParallelState.single()  # for callers without ranks; it holds nothing that could change
