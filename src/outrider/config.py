@@ -80,6 +80,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     moe: MoEConfig | None = None  # None: every layer is dense
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts, so that a pass crosses data-parallel ranks."""
+        return self.moe is not None and any(self.moe.sparse_layers)
+
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
                      "vocab_size", "max_position_embeddings"):  # fmt: skip
@@ -157,12 +162,24 @@ class EngineArgs:
     prompt_lookup_min: int = 1
     draft_self_test: bool = True
     attention_backend: str = "auto"
+    enforce_eager: bool | None = None
+    mask_padded_tokens: Literal["auto", "on", "off"] = "auto"
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None  # None: with one node any free port, with several 29501
+    distributed_timeout_seconds: int = 300
 
     def __post_init__(self) -> None:
         """Rules that need no checkpoint; the rest is checked by ``engine.setup`` before weights load."""
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _require_choice("mask_padded_tokens", self.mask_padded_tokens, ("auto", "on", "off"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size", "max_num_waiting",
-                     "prompt_lookup_max", "prompt_lookup_min"):  # fmt: skip
+                     "prompt_lookup_max", "prompt_lookup_min", "data_parallel_size", "tensor_parallel_size", "nnodes",
+                     "distributed_timeout_seconds"):  # fmt: skip
             _require_at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_speculative_tokens"):
             if getattr(self, name) is not None:
@@ -174,6 +191,23 @@ class EngineArgs:
             )
         if not 0.0 <= self.draft_confidence_threshold <= 1.0:
             raise ConfigError(f"draft_confidence_threshold={self.draft_confidence_threshold} must lie in 0..1")
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        world_size = self.data_parallel_size * self.tensor_parallel_size
+        if world_size % self.nnodes:
+            raise ConfigError(
+                f"nnodes={self.nnodes} does not divide the {world_size} ranks (data_parallel_size="
+                f"{self.data_parallel_size} * tensor_parallel_size={self.tensor_parallel_size})"
+            )
+        if isinstance(self.node_rank, bool) or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"node_rank={self.node_rank} must lie in 0..{self.nnodes - 1} (nnodes={self.nnodes})")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise ConfigError(f"master_port={self.master_port} must lie in 1..65535")
+        if self.nnodes == 1 and self.master_addr != "127.0.0.1":
+            raise ConfigError(f"master_addr={self.master_addr!r} is where several nodes meet; nnodes=1")
+        if world_size == 1 and self.master_port is not None:
+            raise ConfigError(f"master_port={self.master_port} is where ranks meet; there is one rank only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +233,8 @@ class EngineConfig:
     prompt_lookup_min: int
     draft_self_test: bool
     attention_backend: str
+    enforce_eager: bool  # True: no tiers are captured
+    mask_padded_tokens: bool  # padding rows go to no expert
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:

@@ -37,6 +37,16 @@ HELP: dict[str, str] = {
     "prompt_lookup_min": "Shortest run of tokens that prompt lookup searches for.",
     "draft_self_test": "Hold the drafter against the figure stored beside it when it is loaded.",
     "attention_backend": "Attention implementation.",
+    "enforce_eager": "Capture no tiers; by default so on a CPU, where they only pad, and not on accelerators.",
+    "mask_padded_tokens": "Keep padding rows from experts: auto (with expert parallelism over ranks), on or off.",
+    "data_parallel_size": "Ranks with requests of their own; limits such as max-num-seqs are per such rank.",
+    "tensor_parallel_size": "Ranks that share the attention heads, MLP columns and LM head of each of those.",
+    "enable_expert_parallel": "Spread whole experts over all ranks instead of slices of every expert.",
+    "nnodes": "Machines; each runs this command, with its own --node-rank, and an equal share of the ranks.",
+    "node_rank": "This machine's number; machine 0 takes the requests.",
+    "master_addr": "Address of machine 0, where several meet.",
+    "master_port": "Port there; by default a free one, with several machines 29501.",
+    "distributed_timeout_seconds": "A rank that does not come to a collective for so long ends the group.",
 }
 
 

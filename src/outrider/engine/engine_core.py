@@ -21,13 +21,13 @@ import torch
 
 from outrider.batch.step_plan import PassKind, PassWidths, RankRow, StepPlan, plan_step
 from outrider.config import EngineConfig
+from outrider.engine.agreement import StepAgreement
 from outrider.engine.request_group import RequestGroup
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidRequestError
 from outrider.logger import get_logger
 from outrider.models.tokenizer import Tokenizer
 from outrider.outputs import EngineStats, RequestOutput
-from outrider.parallel.communicator import Communicator
 from outrider.runner.batch_builder import BatchBuilder, PrefillRow, VerifyRow
 from outrider.runner.graph_runner import GraphRunner
 from outrider.runner.model_runner import ModelRunner, TargetOutput
@@ -89,7 +89,7 @@ class EngineCore:
         runner: ModelRunner,
         proposer: Proposer,
         graphs: GraphRunner,
-        communicator: Communicator,
+        agreement: StepAgreement,
         tokenizer: Tokenizer,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
@@ -103,7 +103,7 @@ class EngineCore:
         self._runner = runner
         self._proposer = proposer
         self._graphs = graphs
-        self._communicator = communicator
+        self.agreement = agreement
         self._widths = PassWidths(draft=proposer.draft_width, verify=1 + proposer.num_speculative_tokens)
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[str, Sequence] = {}  # unfinished ones, by the scheduler's request id
@@ -191,9 +191,9 @@ class EngineCore:
             draft_requests=num_decodes if self._proposer.draft_width else 0,
             verify_requests=num_decodes,
             verify_tokens=sum(decode.verify_width for decode in schedule.decodes),
-            graph_capable=1,
+            graph_capable=int(self._graphs.capable),
         )
-        rows = [RankRow.decode(values) for values in self._communicator.all_gather_row(row.encode())]
+        rows = self.agreement.gather(row, num_unfinished=self._scheduler.num_unfinished)
         return plan_step(rows, tiers=self._graphs.tiers, widths=self._widths)
 
     def _prefill(self, plan: StepPlan, chunks: Seq[PrefillChunk]) -> list[Emission]:

@@ -37,7 +37,8 @@ def run_self_test(core: EngineCore, card: DrafterCard, *, num_speculative_tokens
     params = SamplingParams(temperature=0.0, max_tokens=test.max_tokens, ignore_eos=True)
     prompts = [p for p in test.prompts if len(p) + test.max_tokens <= core.config.max_model_len]
     pending = list(enumerate(prompts))
-    while pending or core.has_unfinished:
+    running = True
+    while running:  # until no rank has any left, so that all of them take as many steps
         while pending and core.stats().num_waiting < core.config.max_num_waiting:  # a queue shorter than the card
             index, prompt = pending.pop(0)
             try:
@@ -45,6 +46,7 @@ def run_self_test(core: EngineCore, card: DrafterCard, *, num_speculative_tokens
             except InvalidRequestError as error:
                 raise CheckpointError(f"drafter card: selftest.prompts does not fit the target: {error}") from error
         core.step()
+        running = bool(pending) or not core.agreement.all_idle
     measured = core.stats().spec.accepted_length
     if not prompts:
         logger.info("drafter self-test: none of its prompts fits max_model_len=%d; not run", core.config.max_model_len)

@@ -6,13 +6,17 @@ weights to learn of it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from outrider.config import DrafterConfig, DTypeName, EngineArgs, EngineConfig, ProposerName
+from outrider.batch.tiers import capture_sizes
+from outrider.config import DrafterConfig, DTypeName, EngineArgs, EngineConfig, ModelConfig, ProposerName
+from outrider.engine.agreement import StepAgreement
+from outrider.engine.capture import capture_tiers
 from outrider.engine.engine_core import EngineCore
 from outrider.engine.self_test import run_self_test
 from outrider.errors import ConfigError
@@ -31,9 +35,10 @@ from outrider.models.drafter_checkpoint import (
 )
 from outrider.models.drafter_checkpoint_config import read_drafter_config
 from outrider.models.source import LoadedModel, load_model
-from outrider.parallel.state import ParallelState
+from outrider.parallel.state import SINGLE_RANK, ParallelState
+from outrider.parallel.topology import Topology
 from outrider.runner.batch_builder import BatchBuilder
-from outrider.runner.graph_runner import EagerRunner
+from outrider.runner.graph_runner import EagerRunner, GraphRunner, StaticRunner
 from outrider.runner.kv_memory import KVLayout, allocate_kv, kv_bytes_per_token, plan_kv_memory
 from outrider.runner.model_runner import ModelRunner
 from outrider.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -44,6 +49,7 @@ logger = get_logger(__name__)
 
 DEFAULT_KV_CACHE_BYTES = 2 * 2**30
 LOOKUP_NUM_SPECULATIVE_TOKENS = 5
+DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +60,14 @@ class ResolvedEngine:
     model: ModelDescription
     drafters: tuple[DrafterConfig, ...]  # none, or the one the proposer uses
     layout: KVLayout
+    topology: Topology
 
 
 def resolve(args: EngineArgs) -> ResolvedEngine:
     """Decide every open question. Raises ConfigError or CheckpointError, naming what cannot run and why."""
+    topology = topology_of(args)
     model = describe_model(args.model)
+    topology.check_target(model.config)
     dtype: DTypeName = model.dtype if args.dtype == "auto" else args.dtype
     limit = model.config.max_position_embeddings
     wanted_len = args.max_model_len if args.max_model_len is not None else limit
@@ -66,6 +75,8 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         raise ConfigError(f"max_model_len={wanted_len} exceeds the model's max_position_embeddings={limit}")
     get_attention_backend(args.attention_backend)
     path, drafters = _choose_drafter(args, model)
+    for drafter in drafters:
+        topology.check_drafter(drafter)
     proposer: ProposerName = "lookup" if args.draft == "lookup" else "dspark" if drafters else "none"
     if drafters:
         gamma = check_num_speculative_tokens(args.num_speculative_tokens, drafters[0])
@@ -78,7 +89,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
             f"draft_confidence_threshold={args.draft_confidence_threshold} needs a drafter with a confidence head; "
             f"draft={args.draft!r} has none"
         )
-    target_bytes = kv_bytes_per_token(model.config, dtype)
+    target_bytes = kv_bytes_per_token(_kv_share(model.config, topology), dtype)
     drafter_bytes = sum(kv_bytes_per_token(drafter.decoder, dtype) for drafter in drafters)
     longest = -(-wanted_len // args.kv_block_size) * args.kv_block_size  # slots: whole blocks
     layout = plan_kv_memory(
@@ -107,31 +118,64 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         prompt_lookup_min=args.prompt_lookup_min,
         draft_self_test=args.draft_self_test,
         attention_backend=args.attention_backend,
+        enforce_eager=_enforce_eager(args, DEVICE),
+        mask_padded_tokens=_mask_padded_tokens(args, topology),
     )
     _new_scheduler(config)  # its rules are checked before weights load, too
-    return ResolvedEngine(config=config, model=model, drafters=drafters, layout=layout)
+    return ResolvedEngine(config=config, model=model, drafters=drafters, layout=layout, topology=topology)
 
 
-def build_engine(args: EngineArgs, *, target: LoadedModel | None = None) -> EngineCore:
-    """Resolve, load and assemble; then hold the drafter against the figure stored beside it.
+def topology_of(args: EngineArgs) -> Topology:
+    return Topology(
+        data_parallel_size=args.data_parallel_size,
+        tensor_parallel_size=args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
+    )
 
-    ``target`` is the model that ``args`` name, where it is in memory already: engines may share one.
+
+def build_engine(
+    args: EngineArgs, *, target: LoadedModel | None = None, parallel: ParallelState = SINGLE_RANK
+) -> EngineCore:
+    """One rank's engine: resolve, load and assemble; then hold the drafter against the figure stored beside it.
+
+    ``target`` is the model that ``args`` name, where it is in memory already: engines may share one. ``parallel``: the
+    groups this rank is in; all ranks call this together, and with the same ``args``.
     """
     resolved = resolve(args)
-    config, device = resolved.config, torch.device("cpu")
+    assert resolved.topology == parallel.topology, (resolved.topology, parallel.topology)
+    config, device = resolved.config, DEVICE
     loaded = target or load_model(
-        config.model, dtype=config.dtype, device=str(device), attention_backend=config.attention_backend
+        config.model,
+        parallel=parallel,
+        dtype=config.dtype,
+        device=str(device),
+        attention_backend=config.attention_backend,
     )
-    parallel = ParallelState.single()
-    builder = BatchBuilder(rank=parallel.attn_dp.rank, kv_block_size=config.kv_block_size, device=device)
-    graphs = EagerRunner()
+    builder = BatchBuilder(
+        rank=parallel.attn_dp.rank,
+        kv_block_size=config.kv_block_size,
+        max_model_len=config.max_model_len,
+        device=device,
+        mask_padded_tokens=config.mask_padded_tokens,
+    )
+    graphs: GraphRunner = EagerRunner() if config.enforce_eager else StaticRunner(capture_sizes(config.max_num_seqs))
     logger.info(resolved.layout.describe())
-    proposer, cards = _build_proposer(resolved, loaded, builder, graphs, device)
+    proposer, cards = _build_proposer(resolved, loaded, builder, graphs, device, parallel)
     runner = ModelRunner(
         target=loaded.model,
-        kv_caches=allocate_kv(resolved.model.config, resolved.layout, dtype=config.dtype, device=device),
+        kv_caches=allocate_kv(
+            _kv_share(resolved.model.config, resolved.topology), resolved.layout, dtype=config.dtype, device=device
+        ),
         tap_layer_ids=proposer.tap_layer_ids,
         graphs=graphs,
+    )
+    capture_tiers(
+        graphs=graphs,
+        runner=runner,
+        proposer=proposer,
+        builder=builder,
+        num_dp_ranks=parallel.attn_dp.size,
+        max_num_seqs=config.max_num_seqs,
     )
 
     def new_core() -> EngineCore:
@@ -142,7 +186,7 @@ def build_engine(args: EngineArgs, *, target: LoadedModel | None = None) -> Engi
             runner=runner,
             proposer=proposer,
             graphs=graphs,
-            communicator=parallel.attn_dp,
+            agreement=StepAgreement(parallel.attn_dp),
             tokenizer=loaded.tokenizer,
             vocab_size=loaded.config.vocab_size,
             eos_token_ids=loaded.config.eos_token_ids,
@@ -169,7 +213,12 @@ def _choose_drafter(args: EngineArgs, model: ModelDescription) -> tuple[str, tup
 
 
 def _build_proposer(
-    resolved: ResolvedEngine, loaded: LoadedModel, builder: BatchBuilder, graphs: EagerRunner, device: torch.device
+    resolved: ResolvedEngine,
+    loaded: LoadedModel,
+    builder: BatchBuilder,
+    graphs: GraphRunner,
+    device: torch.device,
+    parallel: ParallelState,
 ) -> tuple[Proposer, tuple[DrafterCard, ...]]:
     config = resolved.config
     if config.proposer == "none":
@@ -186,6 +235,7 @@ def _build_proposer(
         target_config=loaded.config,
         embed_weight=loaded.model.embed_tokens.weight,
         lm_head_weight=loaded.model.lm_head.weight,
+        parallel=parallel,
         dtype=config.dtype,
         device=str(device),
         attention_backend=config.attention_backend,
@@ -200,6 +250,18 @@ def _build_proposer(
         graphs=graphs,
     )
     return proposer, (drafter.card,)
+
+
+def _enforce_eager(args: EngineArgs, device: torch.device) -> bool:
+    """Asked for, or: captured on accelerators, eager on a CPU, where tiers only pad."""
+    return device.type == "cpu" if args.enforce_eager is None else args.enforce_eager
+
+
+def _mask_padded_tokens(args: EngineArgs, topology: Topology) -> bool:
+    """Asked for, or: where expert parallelism spans ranks, so that padding is neither sent nor counted."""
+    if args.mask_padded_tokens == "auto":
+        return topology.enable_expert_parallel and topology.world_size > 1
+    return args.mask_padded_tokens == "on"
 
 
 def _new_scheduler(config: EngineConfig) -> Scheduler:
@@ -220,6 +282,12 @@ def _new_scheduler(config: EngineConfig) -> Scheduler:
     )
 
 
+def _kv_share(config: ModelConfig, topology: Topology) -> ModelConfig:
+    """The target's shape with the heads that one rank keeps keys and values of."""
+    size = topology.tensor_parallel_size
+    return dataclasses.replace(config, num_heads=config.num_heads // size, num_kv_heads=config.num_kv_heads // size)
+
+
 def _fitting_len(args: EngineArgs, wanted_len: int, layout: KVLayout) -> int:
     """The context limit, within what the KV memory holds for one request alone."""
     capacity = layout.num_blocks * layout.kv_block_size
@@ -235,10 +303,11 @@ def _fitting_len(args: EngineArgs, wanted_len: int, layout: KVLayout) -> int:
 
 
 def _kv_budget(args: EngineArgs, largest_need: int) -> int:
-    """Asked for, or 2 GiB, but no more than half of the memory that is free and twice what could ever be used."""
+    """Bytes for one rank: asked for, or 2 GiB, but at most twice its need and its share of half of what is free."""
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
-    return max(min(DEFAULT_KV_CACHE_BYTES, _available_bytes() // 2, 2 * largest_need), 1)
+    local_ranks = args.data_parallel_size * args.tensor_parallel_size // args.nnodes
+    return max(min(DEFAULT_KV_CACHE_BYTES, _available_bytes() // (2 * local_ranks), 2 * largest_need), 1)
 
 
 def _available_bytes() -> int:

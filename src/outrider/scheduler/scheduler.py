@@ -76,6 +76,10 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
     def num_waiting(self) -> int:
         """Queued requests, preempted ones included."""
         return len(self._waiting)
