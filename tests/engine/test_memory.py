@@ -137,6 +137,8 @@ def test_preemption_changes_neither_text_nor_rounds(caching: bool, zoo: Zoo) -> 
         check_context(output)
     assert stats.kv_blocks_free == 10
     assert stats.generation_tokens_total == 4 * 65
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    assert stats.prompt_tokens_total == sum(map(len, prompts)) - num_cached, "what is computed twice counts once"
 
 
 def test_preemption_of_sampled_requests_continues_their_streams(zoo: Zoo) -> None:

@@ -23,6 +23,7 @@ from outrider.batch.step_plan import PassKind, PassWidths, RankRow, StepPlan, pl
 from outrider.config import EngineConfig
 from outrider.engine.agreement import StepAgreement
 from outrider.engine.request_group import RequestGroup
+from outrider.engine.request_rules import RequestRules
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidRequestError
 from outrider.logger import get_logger
@@ -98,6 +99,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._rules = RequestRules.of(config, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._scheduler = scheduler
         self._builder = builder
         self._runner = runner
@@ -126,18 +128,7 @@ class EngineCore:
         """Queue a request: n sequences of one prompt, all of them or none."""
         if request_id in self._groups:
             raise InvalidRequestError(f"request_id={request_id!r} is in use already", param="request_id")
-        params.validate_for(self.vocab_size)
-        if params.min_tokens and len({*self._eos_token_ids, *params.stop_token_ids}) == self.vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids: all {self.vocab_size} tokens end the text, so none can come before "
-                f"min_tokens={params.min_tokens}",
-                param="stop_token_ids",
-            )
-        wrong = next((i for i in prompt_token_ids if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"prompt: token id {wrong} must lie in 0..{self.vocab_size - 1} (vocab_size)", param="prompt"
-            )
+        self._rules.check(prompt_token_ids, params)
         self._scheduler.require_room(params.n)  # before n sequences are made
         group = RequestGroup(
             request_id=request_id,
@@ -385,13 +376,16 @@ class EngineCore:
     def _count(self, emission: Emission, num_kept: int) -> None:
         self._num_generated_tokens += num_kept
         if emission.num_offered < 0:
-            self._num_prompt_tokens += emission.num_computed
+            self._num_prompt_tokens += emission.sequence.count_prompt_tokens(emission.num_computed)
             return
         accepted = min(num_kept, len(emission.token_ids) - 1)
         for spec in (self._spec, emission.sequence.spec):
             spec.add_round(offered=emission.num_offered, accepted=accepted, emitted=num_kept)
 
     # ---- bookkeeping
+
+    def close(self) -> None:
+        """Nothing to give back: all an engine of one process holds goes with it."""
 
     def _new_sequence(self, group: RequestGroup, index: int, *, seed: int) -> Sequence:
         request = Request.create(

@@ -24,6 +24,7 @@ class Sequence:
     __slots__ = (
         "_detokenizer",
         "_matcher",
+        "_num_counted_prompt_tokens",
         "_tokenizer",
         "error",
         "finish_reason",
@@ -55,6 +56,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self._num_counted_prompt_tokens = 0
         self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=self.params.skip_special_tokens)
         self._matcher = (
@@ -97,6 +99,16 @@ class Sequence:
         self.state.append(token_ids[:num_kept])
         self.logprobs.extend(self._decoded(raw) for raw in logprobs[:num_kept])
         return num_kept
+
+    def count_prompt_tokens(self, num_computed: int) -> int:
+        """Of the ``num_computed`` positions a chunk has just ended, those of the prompt that no earlier chunk computed.
+
+        After a preemption the same positions are computed again, and output with them.
+        """
+        end = min(self.request.num_computed_tokens, self.request.num_prompt_tokens)
+        start = max(self.request.num_computed_tokens - num_computed, self._num_counted_prompt_tokens)
+        self._num_counted_prompt_tokens = max(end, self._num_counted_prompt_tokens)
+        return max(end - start, 0)
 
     def end(self, reason: FinishReason, *, error: str | None = None) -> None:
         """End from outside: an abort, or a failure of this request alone."""

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from outrider.outputs import FinishReason
+from outrider.scheduler.admission import max_total_tokens
 
 if TYPE_CHECKING:
     from outrider.sampling_params import SamplingParams
@@ -53,15 +54,14 @@ class Request:
         max_model_len: int,
     ) -> Request:
         """A waiting request, its length clamped to the context limit; ``Scheduler.add`` says whether it can run."""
-        max_total = max_model_len
-        if params.max_tokens is not None:
-            max_total = min(max_total, len(prompt_token_ids) + params.max_tokens)
         return cls(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             params=params,
             arrival_time=arrival_time,
-            max_total_tokens=max_total,
+            max_total_tokens=max_total_tokens(
+                params, num_prompt_tokens=len(prompt_token_ids), max_model_len=max_model_len
+            ),
         )
 
     @property

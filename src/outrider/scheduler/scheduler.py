@@ -20,9 +20,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.errors import ConfigError, InvalidRequestError, QueueFullError
+from outrider.errors import ConfigError, InvalidRequestError
 from outrider.kv_cache.manager import KVCacheManager
 from outrider.outputs import FinishReason
+from outrider.scheduler.admission import LengthRules, require_room
 from outrider.scheduler.output import DecodeRow, PrefillChunk, SchedulerOutput
 from outrider.scheduler.request import Request, RequestStatus
 
@@ -62,6 +63,12 @@ class Scheduler:
         self.config = config
         self.kv_cache = kv_cache
         self.num_speculative_tokens = num_speculative_tokens
+        self._lengths = LengthRules(
+            max_model_len=config.max_model_len,
+            num_speculative_tokens=num_speculative_tokens,
+            kv_block_size=kv_cache.kv_block_size,
+            num_kv_blocks=kv_cache.num_total,
+        )
         self.num_preemptions_total = 0
         self.num_finished: Counter[FinishReason] = Counter()
         # Both oldest first, and whoever runs is older than all who wait: only the youngest is ever sent back.
@@ -107,37 +114,13 @@ class Scheduler:
 
     def require_room(self, count: int) -> None:
         """Raise QueueFullError unless ``count`` more requests may wait."""
-        if len(self._waiting) + count > self.config.max_waiting:
-            more = f" and {count} more come together" if count > 1 else ""
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait already{more}; max_waiting={self.config.max_waiting}"
-            )
+        require_room(count, num_waiting=len(self._waiting), max_waiting=self.config.max_waiting)
 
     def _check_can_finish(self, request: Request) -> None:
-        num_prompt, max_model_len = request.num_prompt_tokens, self.config.max_model_len
-        if num_prompt == 0:
-            raise InvalidRequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
-        if num_prompt + 1 > max_model_len:
-            raise InvalidRequestError(
-                f"prompt has {num_prompt} tokens; with one new token it exceeds max_model_len={max_model_len}",
-                param="prompt",
-            )
-        assert num_prompt < request.max_total_tokens <= max_model_len, (num_prompt, request.max_total_tokens)
-        num_slots = num_prompt  # the first output token needs no slot: it comes from the prefill
-        if request.max_total_tokens > num_prompt + 1:
-            last_anchor = request.max_total_tokens - 2  # the highest position at which a round can start
-            num_slots = last_anchor + self._verify_width(last_anchor)
-        num_blocks = self.kv_cache.num_blocks_for(num_slots)
-        if num_blocks > self.kv_cache.num_total:
-            raise InvalidRequestError(
-                f"prompt of {num_prompt} tokens with up to {request.max_total_tokens - num_prompt} new ones needs "
-                f"{num_blocks} KV blocks of {self.kv_cache.kv_block_size} tokens; the KV memory has "
-                f"{self.kv_cache.num_total}: ask for fewer max_tokens or give the engine more KV memory",
-                param="max_tokens",
-            )
+        self._lengths.check(num_prompt_tokens=request.num_prompt_tokens, max_total_tokens=request.max_total_tokens)
 
     def _verify_width(self, anchor_position: int) -> int:
-        return min(1 + self.num_speculative_tokens, self.config.max_model_len - anchor_position)
+        return self._lengths.verify_width(anchor_position)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's rows and give them their slots."""
