@@ -11,6 +11,7 @@ from tests.paged import KV_BLOCK_SIZE, make_pool
 from tests.reference_drafter import ReferenceTarget
 from torch import Tensor, nn
 
+from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import ModelConfig
 from outrider.layers.attention.interface import BlockMetadata
 from outrider.models.drafter_checkpoint import LoadedDrafter, load_drafter
@@ -51,7 +52,8 @@ class ModuleDrafter:
             max_context_len=context,
         )
         anchor_R = torch.tensor([anchor])
-        hidden_GD = model(anchor_R, torch.tensor([context]), pool, metadata)[0, model.slot_offset :]
+        experts = ExpertMetadata.single(config.block_width)
+        hidden_GD = model(anchor_R, torch.tensor([context]), pool, metadata, experts)[0, model.slot_offset :]
         previous_R, state = anchor_R, model.markov_state(1)
         rows: list[Tensor] = []
         drafts: list[int] = []

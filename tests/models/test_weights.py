@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.errors import CheckpointError, OutriderError
 from outrider.layers.attention.reference import ReferenceAttention
-from outrider.layers.linear import checkpoint_views
+from outrider.layers.checkpoint import checkpoint_views
 from outrider.models.decoder import Decoder
 from outrider.models.gguf_file import GGUFFile
 from outrider.models.model_config import from_gguf, from_hf
@@ -68,7 +68,7 @@ def assert_holds(model: Decoder, tensors: dict[str, Tensor]) -> None:
     views = checkpoint_views(model)
     assert len(views) == len(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(views[name.removeprefix("model.")], tensor), name
+        assert torch.equal(views[name.removeprefix("model.")].tensor, tensor), name
 
 
 def save_sharded(directory: Path, tensors: dict[str, Tensor], shards: int) -> dict[str, str]:

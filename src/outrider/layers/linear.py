@@ -1,38 +1,23 @@
-"""Linear layers and the map from checkpoint names to their (possibly merged, stacked or sliced) weights.
+"""Linear layers, whole or shared by the ranks of a group.
 
-A ``MergedLinear`` keeps several checkpoint matrices stacked in one weight so that one matmul serves all of them.
-``checkpoint_slots`` gives, for every tensor a checkpoint should hold, the view that takes it and which part of it: a
-loader copies into the views and an exporter reads from them, so neither knows what is merged or which rank holds what.
-A module whose parameters are not the checkpoint's tensors one to one says so itself (``HasCheckpointSlots``).
+A ``MergedLinear`` keeps several checkpoint matrices stacked in one weight so that one matmul serves all of them; ranks
+share its output features (column-parallel), and no result crosses ranks. A ``RowParallelLinear`` takes up such shared
+features as its input: ranks multiply what they have, and one all-reduce sums the results. A group of one is the plain
+layer.
 
-Shape legend: N rows, I input features, O output features.
+Shape legend: N rows, I input features, O output features; of this rank, where they are shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSlot:
-    """Where a checkpoint tensor belongs."""
-
-    shape: tuple[int, ...]  # of the whole tensor, as a checkpoint stores it
-    view: Tensor | None  # what takes it, sharing storage with a parameter; None: other ranks hold all of it
-    index: tuple[slice, ...] = ()  # the part that ``view`` takes; (): all of it
-
-
-@runtime_checkable
-class HasCheckpointSlots(Protocol):
-    def checkpoint_slots(self, module_name: str) -> dict[str, CheckpointSlot]:
-        """Slots of the module's own parameters, by full name; ``module_name`` is where the module stands."""
-        ...
+from outrider.layers.checkpoint import CheckpointView, join_names, size_for_rank, slice_for_rank
+from outrider.parallel.communicator import Communicator
 
 
 class Linear(nn.Module):
@@ -58,7 +43,12 @@ class Linear(nn.Module):
 
 
 class MergedLinear(Linear):
-    """Several checkpoint matrices with the same input, stacked along the output in the order of ``shard_sizes``."""
+    """Several checkpoint matrices with the same input, stacked along the output in the order of ``shard_sizes``.
+
+    ``shard_sizes`` are those of the checkpoint; a rank of ``tp`` holds its share of each, so that what belongs together
+    (a query head and its key head, a gate and its up column) is on one rank. A shard is named in checkpoints as its
+    sibling would be: ``self_attn.qkv_proj`` holds ``self_attn.q_proj``.
+    """
 
     def __init__(
         self,
@@ -66,55 +56,66 @@ class MergedLinear(Linear):
         shard_sizes: Mapping[str, int],
         *,
         bias: bool,
+        tp: Communicator,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(in_features, sum(shard_sizes.values()), bias=bias, dtype=dtype, device=device)
-        self.shard_rows: dict[str, tuple[int, int]] = {}
+        shares = {name: size_for_rank(name, size, tp) for name, size in shard_sizes.items()}
+        super().__init__(in_features, sum(shares.values()), bias=bias, dtype=dtype, device=device)
+        self.shard_rows: dict[str, tuple[int, int]] = {}  # of the own weight
+        self._stored = {name: (size, slice_for_rank(name, size, tp)) for name, size in shard_sizes.items()}
         start = 0
-        for name, size in shard_sizes.items():
+        for name, size in shares.items():
             self.shard_rows[name] = (start, start + size)
             start += size
-
-    def checkpoint_slots(self, module_name: str) -> dict[str, CheckpointSlot]:
-        """A shard is named as its sibling would be: ``self_attn.qkv_proj`` gives ``self_attn.q_proj``."""
-        parent = module_name.rpartition(".")[0]
-        slots = {}
-        for parameter_name, parameter in self.named_parameters(recurse=False):
-            for shard, (start, stop) in self.shard_rows.items():
-                view = parameter.data[start:stop]
-                slots[join_names(parent, shard, parameter_name)] = CheckpointSlot(tuple(view.shape), view)
-        return slots
 
     def forward_from(self, x_NI: Tensor, *, first_shard: str) -> Tensor:
         """Outputs of ``first_shard`` and all shards after it, without computing those before."""
         start, _ = self.shard_rows[first_shard]
         return F.linear(x_NI, self.weight[start:], None if self.bias is None else self.bias[start:])
 
+    def views_of(self, module_name: str, parameter_name: str, parameter: Tensor) -> dict[str, CheckpointView]:
+        parent = module_name.rpartition(".")[0]
+        views = {}
+        for shard, (start, stop) in self.shard_rows.items():
+            size, part = self._stored[shard]
+            views[join_names(parent, shard, parameter_name)] = CheckpointView(
+                tensor=parameter[start:stop], shape=(size, *parameter.shape[1:]), part=(part,)
+            )
+        return views
 
-def checkpoint_slots(module: nn.Module) -> dict[str, CheckpointSlot]:
-    """Every checkpoint tensor of ``module`` by name, those that other ranks hold included.
 
-    A parameter shared by two modules (a tied head) appears once, under the name that comes first.
+class RowParallelLinear(Linear):
+    """``y = sum over ranks of x W^T (+ b)``: every rank of ``tp`` brings its share of the input features.
+
+    The result is whole and has the same bits on every rank. The bias is whole too and added once, after the sum.
     """
-    slots: dict[str, CheckpointSlot] = {}
-    seen: set[int] = set()
-    for module_name, child in module.named_modules():
-        if isinstance(child, HasCheckpointSlots):
-            slots |= child.checkpoint_slots(module_name)
-            continue
-        for parameter_name, parameter in child.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                view = parameter.data
-                slots[join_names(module_name, parameter_name)] = CheckpointSlot(tuple(view.shape), view)
-    return slots
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        tp: Communicator,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        share = size_for_rank("in_features", in_features, tp)
+        super().__init__(share, out_features, bias=bias, dtype=dtype, device=device)
+        self._tp = tp
+        self._stored_columns = in_features, slice_for_rank("in_features", in_features, tp)
 
-def checkpoint_views(module: nn.Module) -> dict[str, Tensor]:
-    """The views of ``checkpoint_slots`` that this rank holds: with one rank, every checkpoint tensor whole."""
-    return {name: slot.view for name, slot in checkpoint_slots(module).items() if slot.view is not None}
+    def forward(self, x_NI: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return super().forward(x_NI)
+        out_NO = self._tp.all_reduce(F.linear(x_NI, self.weight))
+        return out_NO if self.bias is None else out_NO + self.bias
 
-
-def join_names(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+    def views_of(self, module_name: str, parameter_name: str, parameter: Tensor) -> dict[str, CheckpointView]:
+        name = join_names(module_name, parameter_name)
+        if parameter_name == "bias":
+            return {name: CheckpointView.whole(parameter)}
+        columns, part = self._stored_columns
+        shape = (parameter.shape[0], columns)
+        return {name: CheckpointView(tensor=parameter, shape=shape, part=(slice(None), part))}

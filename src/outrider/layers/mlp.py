@@ -1,6 +1,8 @@
 """SwiGLU feed-forward: ``down(silu(gate(x)) * up(x))``, gate and up in one matmul.
 
-Shape legend: N rows, D hidden size, I intermediate size.
+Ranks of ``tp`` share the intermediate features; one all-reduce sums what they give.
+
+Shape legend: N rows, D hidden size, I intermediate size (this rank's share).
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.layers.linear import Linear, MergedLinear
+from outrider.layers.linear import MergedLinear, RowParallelLinear
+from outrider.parallel.communicator import Communicator
 
 
 class SwiGLU(nn.Module):
@@ -19,13 +22,14 @@ class SwiGLU(nn.Module):
         intermediate_size: int,
         *,
         bias: bool,
+        tp: Communicator,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         shards = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(hidden_size, shards, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self.gate_up_proj = MergedLinear(hidden_size, shards, bias=bias, tp=tp, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, tp=tp, dtype=dtype, device=device)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         gate_NI, up_NI = self.gate_up_proj(x_ND).chunk(2, dim=-1)

@@ -1,8 +1,8 @@
 """The dense decoder: one module for Llama and Qwen3, told apart only by its ``ModelConfig``.
 
 Parameter names are those of the checkpoints without the leading ``model.``, except that q/k/v and gate/up are merged
-(see ``layers.linear.checkpoint_views``). Taps are raw residual streams: -1 the embedding output, i the output of layer
-i, before any norm. Parameters are created uninitialised; a loader accounts for every one of them.
+(see ``layers.checkpoint.checkpoint_views``). Taps are raw residual streams: -1 the embedding output, i the output of
+layer i, before any norm. Parameters are created uninitialised; a loader accounts for every one of them.
 
 Shape legend: N rows, K rows that need logits, D hidden size, V vocabulary, F = taps * D.
 """
@@ -10,6 +10,7 @@ Shape legend: N rows, K rows that need logits, D hidden size, V vocabulary, F = 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import ModelConfig
 from outrider.layers.attention.interface import AttentionBackend, CausalMetadata, LayerKV
 from outrider.layers.attention.projections import AttentionProjections
+from outrider.layers.checkpoint import size_for_rank
 from outrider.layers.embedding import Embedding, LMHead
 from outrider.layers.mlp import SwiGLU
+from outrider.layers.moe import SparseMoE
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import RotaryEmbedding, RotaryPhase
 from outrider.models.interface import DecoderOutput
@@ -47,11 +50,15 @@ class DecoderLayer(nn.Module):
         super().__init__()
         eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype, device=device)
-        self.self_attn = AttentionProjections(config, dtype=dtype, device=device)
+        self.self_attn = AttentionProjections(config, tp=tp, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype, device=device)
-        self.mlp = SwiGLU(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
-        )
+        self.mlp: SwiGLU | SparseMoE
+        if config.moe is not None and config.moe.sparse_layers[layer_index]:
+            self.mlp = SparseMoE(config.hidden_size, config.moe, parallel=parallel, dtype=dtype, device=device)
+        else:
+            self.mlp = SwiGLU(
+                config.hidden_size, config.intermediate_size, bias=config.mlp_bias, tp=tp, dtype=dtype, device=device
+            )
 
     def forward(
         self,
@@ -70,7 +77,15 @@ class DecoderLayer(nn.Module):
 
     def add_mlp(self, residual_ND: Tensor, experts: ExpertMetadata) -> Tensor:
         """The layer's second half."""
-        out_ND: Tensor = residual_ND + self.mlp(self.post_attention_layernorm(residual_ND))
+        normed_ND = self.post_attention_layernorm(residual_ND)
+        match self.mlp:
+            case SparseMoE() as moe:
+                mixed_ND = moe(normed_ND, experts)
+            case SwiGLU() as dense:
+                mixed_ND = dense(normed_ND)
+            case _:
+                assert_never(self.mlp)
+        out_ND: Tensor = residual_ND + mixed_ND
         return out_ND
 
 
@@ -95,18 +110,21 @@ class Decoder(nn.Module):
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
-        if config.tie_word_embeddings:
-            self.lm_head = LMHead(self.embed_tokens.weight)
-        else:
-            self.lm_head = LMHead(
-                nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
-            )
+        head = self.embed_tokens.weight
+        if not config.tie_word_embeddings:
+            rows = size_for_rank("vocab_size", config.vocab_size, parallel.attn_tp)
+            head = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=dtype, device=device))
+        self.lm_head = LMHead(head, vocab_size=config.vocab_size, tp=parallel.attn_tp)
         self.rotary = RotaryEmbedding(
             config.rope,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
             device=device,
         )
+
+    @property
+    def crosses_dp_ranks(self) -> bool:
+        return self.config.has_experts
 
     def forward(
         self,

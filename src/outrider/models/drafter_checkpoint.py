@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outrider.config import DrafterConfig, DTypeName, ModelConfig
 from outrider.errors import CheckpointError, ConfigError
 from outrider.layers.attention.registry import get_attention_backend
-from outrider.layers.linear import checkpoint_views
+from outrider.layers.checkpoint import checkpoint_views
 from outrider.models.drafter_card import DrafterCard, read_card
 from outrider.models.drafter_checkpoint_config import read_drafter_config
 from outrider.models.drafter_checkpoint_source import resolve_drafter

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.config import DrafterConfig
-from outrider.layers.linear import checkpoint_views
+from outrider.layers.checkpoint import checkpoint_views
 from outrider.models.drafter_checkpoint_config import DrafterFormat, drafter_config_to_json
 from outrider.models.drafter_checkpoint_tensors import (
     DRAFT_TO_TARGET,
@@ -39,7 +39,10 @@ def save_drafter(
     directory = Path(path)
     content = drafter_config_to_json(config, fmt, dtype=str(model.fc.weight.dtype).removeprefix("torch."))
     views = checkpoint_views(model)
-    tensors = {name: views[name] for name in expected_tensors(config)}
+    tensors = {}
+    for name in expected_tensors(config):
+        assert views[name].is_whole, f"{name} is spread over ranks; only a whole drafter can be saved"
+        tensors[name] = views[name].tensor
     reduced = config.draft_vocab_size < config.decoder.vocab_size
     if vocabulary_tensors and fmt != "speculators":
         tensors[EMBEDDING] = model.embed_tokens.weight.data

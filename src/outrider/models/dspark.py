@@ -13,7 +13,7 @@ and ``draft_to_target_V`` says which target id each draft id is.
 Every rank holds the whole drafter but for experts in its layers, which are spread as the target's: a draft pass of a
 dense drafter needs no other rank.
 
-Parameter names are DeepSpec's, but for the merged projections (see ``layers.linear.checkpoint_views``).
+Parameter names are DeepSpec's, but for the merged projections (see ``layers.checkpoint.checkpoint_views``).
 
 Shape legend: N context rows, R requests, W block width, D hidden size, F tapped width, Vd draft vocabulary, r Markov
 rank, K rows that need logits, Hq/Hkv heads, E head dimension; in training B bins, C context rows of a bin, A anchors
@@ -111,14 +111,14 @@ class DSparkDrafter(nn.Module):
         assert draft_to_target_V.shape == (config.draft_vocab_size,), tuple(draft_to_target_V.shape)
         self.config = config
         self.backend = backend
+        alone = SingleRankCommunicator()
         self.slot_offset = 0 if config.sample_from_anchor else 1  # first row of a block that predicts something
         hidden, eps, taps = decoder.hidden_size, decoder.rms_norm_eps, len(config.target_layer_ids)
         self.embed_tokens = Embedding(0, hidden, dtype=dtype, device=device)
         self.embed_tokens.weight = embedding_VD
-        self.lm_head = LMHead(lm_head_VD)
+        self.lm_head = LMHead(lm_head_VD, vocab_size=config.draft_vocab_size, tp=alone)
         self.fc = Linear(taps * hidden, hidden, bias=False, dtype=dtype, device=device)
         self.hidden_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
-        alone = SingleRankCommunicator()
         self.layers = nn.ModuleList(
             DecoderLayer(decoder, layer_index=i, parallel=parallel, tp=alone, dtype=dtype, device=device)
             for i in range(decoder.num_layers)
@@ -135,6 +135,10 @@ class DSparkDrafter(nn.Module):
             max_position_embeddings=decoder.max_position_embeddings,
             device=device,
         )
+
+    @property
+    def crosses_dp_ranks(self) -> bool:
+        return self.config.decoder.has_experts
 
     def _draft_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from outrider.config import DrafterConfig, ModelConfig
 from outrider.layers.attention.registry import get_attention_backend
-from outrider.layers.linear import checkpoint_views
+from outrider.layers.checkpoint import checkpoint_views
 from outrider.models.drafter_card import read_card
 from outrider.models.drafter_checkpoint import plan_directory
 from outrider.models.drafter_checkpoint_config import read_drafter_config
@@ -26,6 +26,7 @@ from outrider.models.model_config import from_gguf
 from outrider.models.registry import build_model
 from outrider.models.source import directory_config, read_json, resolve_model
 from outrider.models.weights import TORCH_DTYPES, check_size
+from outrider.models.weights_experts import tensor_parts
 from outrider.models.weights_gguf import hf_name
 from outrider.models.weights_safetensors import tensor_headers
 from outrider.parallel.state import SINGLE_RANK
@@ -125,8 +126,9 @@ def _inspect_drafter(path: Path) -> Inspection:
 def _inspect_directory(path: Path, raw: Mapping[str, Any]) -> Inspection:
     config = directory_config(path, raw)
     stored = {
-        name.removeprefix("model."): StoredTensor(name=name, shape=tuple(entry["shape"]), dtype=entry["dtype"])
+        part.name: StoredTensor(name=name, shape=part.shape, dtype=entry["dtype"])
         for name, entry in tensor_headers(path).items()
+        for part in tensor_parts(name.removeprefix("model."), entry["shape"])
     }
     return _inspect_model(path, "safetensors", config, stored, stored_bytes=_safetensors_bytes(path))
 
@@ -148,7 +150,7 @@ def _inspect_model(
     check_size(config, stored_bytes=stored_bytes, source=str(path))
     backend = get_attention_backend("auto")
     model = build_model(config, parallel=SINGLE_RANK, backend=backend, dtype=TORCH_DTYPES["float32"], device="meta")
-    expected = {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}
+    expected = {name: view.shape for name, view in checkpoint_views(model).items()}
     derived, dropped = {}, {}
     if config.tie_word_embeddings:
         derived["lm_head.weight"] = "the embedding (tied)"

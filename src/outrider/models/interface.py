@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from outrider.batch.expert_metadata import ExpertMetadata
+from outrider.config import ModelConfig
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
 
 
@@ -23,6 +24,14 @@ class DecoderOutput:
 
 
 class TargetModel(Protocol):
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def crosses_dp_ranks(self) -> bool:
+        """Whether a forward has collectives with other data-parallel ranks: then ranks without rows run it too."""
+        ...
+
     def forward(
         self,
         token_ids_N: Tensor,
@@ -42,6 +51,11 @@ class TargetModel(Protocol):
 
 class DrafterModel(Protocol):
     """The drafter's three calls of a round, plus the sequential head (see models/dspark.py)."""
+
+    @property
+    def crosses_dp_ranks(self) -> bool:
+        """As a target's, of ``forward``; ``write_context`` never crosses, it runs no experts."""
+        ...
 
     def write_context(
         self,

@@ -10,11 +10,28 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from outrider.config import ModelConfig, RopeConfig
+from outrider.config import ModelConfig, MoEConfig, RopeConfig
 from outrider.errors import ConfigError
 
-# model_type of HF, which is also the architecture of GGUF -> our name of the architecture
-SUPPORTED_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# model_type of HF -> our name of the architecture
+SUPPORTED_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+# What a config.json may leave unsaid, where it differs from the defaults below.
+_CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "MixtralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "head_dim": 128},
+    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768},
+}
+_GGUF_ARCHITECTURES = ("llama", "qwen3")  # named as the model types
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -33,12 +50,14 @@ def from_hf(
     """
     raw: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     architecture = _architecture(raw)
+    given = {key: value for key, value in raw.items() if value is not None}
+    raw = {**raw, **_CLASS_DEFAULTS.get(architecture, {}), **given}
     _refuse_unsupported(raw)
-    qwen3 = architecture == "Qwen3ForCausalLM"
+    qwen3 = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     hidden_size, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
     attention_bias = bool(raw.get("attention_bias", False))
-    max_positions = _integer(raw, "max_position_embeddings", default=32768 if qwen3 else 2048)
-    head_dim = _integer(raw, "head_dim", default=128 if qwen3 else 0) or _head_dim(hidden_size, num_heads)
+    max_positions = _integer(raw, "max_position_embeddings", default=2048)
+    head_dim = _integer(raw, "head_dim", default=0) or _head_dim(hidden_size, num_heads)
     generation = generation_config or {}
     eos = generation.get("eos_token_id") if generation.get("eos_token_id") is not None else raw.get("eos_token_id")
     return ModelConfig(
@@ -60,6 +79,7 @@ def from_hf(
         max_position_embeddings=max_positions,
         bos_token_id=_integer(raw, "bos_token_id", default=-1),
         eos_token_ids=_token_ids("eos_token_id", eos, vocab_size=_integer(raw, "vocab_size")),
+        moe=_moe_from_hf(raw, architecture),
     )
 
 
@@ -69,9 +89,9 @@ def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int
     ``tensor_shapes`` are row-major, as torch has them.
     """
     arch = metadata.get("general.architecture")
-    if arch not in SUPPORTED_MODEL_TYPES:
+    if arch not in _GGUF_ARCHITECTURES:
         raise ConfigError(
-            f"GGUF general.architecture={arch!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"GGUF general.architecture={arch!r} is not supported; supported: {', '.join(_GGUF_ARCHITECTURES)}"
         )
     raw = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     for key in ("expert_count", "attention.sliding_window"):
@@ -149,6 +169,48 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"model config: hidden_act={activation!r} is not supported; supported: silu")
+
+
+def _moe_from_hf(raw: Mapping[str, Any], architecture: str) -> MoEConfig | None:
+    """Expert layers, in either spelling of their number. Noise on the router is a matter of training alone."""
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return None
+    mixtral, num_layers = architecture == "MixtralForCausalLM", _integer(raw, "num_hidden_layers")
+    names = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
+    if len(names) > 1 and raw[names[0]] != raw[names[1]]:
+        raise ConfigError(
+            f"model config: num_experts={raw['num_experts']!r} differs from num_local_experts="
+            f"{raw['num_local_experts']!r}; they are two names of one number"
+        )
+    num_experts = _integer(raw, names[0] if names else "num_local_experts" if mixtral else "num_experts")
+    if not mixtral and num_experts == 0:
+        return None  # every layer is dense
+    shared = raw.get("shared_expert_intermediate_size") or raw.get("n_shared_experts")
+    if shared:
+        raise ConfigError(f"model config: shared experts ({shared}) are not supported; only routed ones are")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=_integer(raw, "num_experts_per_tok"),
+        moe_intermediate_size=_integer(raw, "intermediate_size" if mixtral else "moe_intermediate_size"),
+        norm_topk_prob=mixtral or _boolean(raw, "norm_topk_prob", default=False),
+        sparse_layers=(True,) * num_layers if mixtral else _sparse_layers(raw, num_layers),
+    )
+
+
+def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Every ``decoder_sparse_step``-th layer has experts, but for those in ``mlp_only_layers``."""
+    step = _integer(raw, "decoder_sparse_step", default=1)
+    if step < 1:
+        raise ConfigError(f"model config: decoder_sparse_step={step} must be at least 1")
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise ConfigError(f"model config: mlp_only_layers={dense!r} must be a list of layer numbers")
+    outside = [i for i in dense if not 0 <= i < num_layers]
+    if outside:
+        raise ConfigError(
+            f"model config: mlp_only_layers={list(dense)} names layer {outside[0]}, outside 0..{num_layers - 1}"
+        )
+    return tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
 
 
 def _rope_from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -235,6 +297,15 @@ def _integer(raw: Mapping[str, Any], key: str, *, default: int | None = None) ->
         return default
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"model config: {key}={value!r} must be an integer")
+    return value
+
+
+def _boolean(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"model config: {key}={value!r} must be true or false")
     return value
 
 

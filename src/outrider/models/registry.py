@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _CLASSES = {
     "LlamaForCausalLM": ("outrider.models.decoder", "Decoder"),
+    "MixtralForCausalLM": ("outrider.models.decoder", "Decoder"),
     "Qwen3ForCausalLM": ("outrider.models.decoder", "Decoder"),
+    "Qwen3MoeForCausalLM": ("outrider.models.decoder", "Decoder"),
 }
 
 

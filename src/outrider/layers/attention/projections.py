@@ -1,9 +1,10 @@
 """What surrounds attention in a layer: q/k/v projection, per-head norms, rotation, and the output projection.
 
 It holds no back end and no cache, so the target's layer, the drafter's block and the drafter's context path (which
-needs keys and values only) share it.
+needs keys and values only) share it. Ranks of ``tp`` share the heads, so that a key head is where its query heads are;
+one all-reduce, after the output projection, sums what they give.
 
-Shape legend: N rows, M hidden size, Hq query heads, Hkv key/value heads, D head dimension.
+Shape legend: N rows, M hidden size, Hq query heads, Hkv key/value heads (this rank's share), D head dimension.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import ModelConfig
-from outrider.layers.linear import Linear, MergedLinear
+from outrider.layers.checkpoint import size_for_rank
+from outrider.layers.linear import MergedLinear, RowParallelLinear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import RotaryPhase, apply_rotary
+from outrider.parallel.communicator import Communicator
 
 
 class AttentionProjections(nn.Module):
@@ -22,12 +25,13 @@ class AttentionProjections(nn.Module):
         self,
         config: ModelConfig,
         *,
+        tp: Communicator,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
+        self.num_heads = size_for_rank("num_heads", config.num_heads, tp)
+        self.num_kv_heads = size_for_rank("num_kv_heads", config.num_kv_heads, tp)
         self.head_dim = config.head_dim
         self.scale: float = config.head_dim**-0.5
         query_size = config.num_heads * config.head_dim
@@ -36,11 +40,12 @@ class AttentionProjections(nn.Module):
             config.hidden_size,
             {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=config.attention_bias,
+            tp=tp,
             dtype=dtype,
             device=device,
         )
-        self.o_proj = Linear(
-            query_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype, device=device
+        self.o_proj = RowParallelLinear(
+            query_size, config.hidden_size, bias=config.attention_output_bias, tp=tp, dtype=dtype, device=device
         )
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
