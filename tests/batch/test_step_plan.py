@@ -18,6 +18,7 @@ from outrider.batch.step_plan import (
     RankRow,
     StepFamily,
     choose_tier,
+    plan_capture,
     plan_step,
 )
 
@@ -120,5 +121,26 @@ def test_plan_is_consistent_for_any_rows(rows: list[RankRow]) -> None:
             assert {c.value for c in pass_plan.padded_tokens} == {pass_plan.tier * pass_plan.width}
         else:
             assert [c.value for c in pass_plan.padded_tokens] == [c.value for c in pass_plan.tokens]
-    if plan.family & StepFamily.PREFILL:
-        assert all(p.tier == EAGER for p in plan.passes)
+        if pass_plan.kind is PassKind.PREFILL or not all(row.graph_capable for row in rows):
+            assert pass_plan.tier == EAGER
+
+
+def test_a_rank_that_decodes_keeps_its_tier_while_another_prefills() -> None:
+    prefill = dataclasses.replace(IDLE_ROW, prefill_requests=1, prefill_tokens=128, prefill_logit_rows=1)
+    alone = plan_step([decode_row(2), IDLE_ROW], tiers=(1, 2, 4, 8), widths=WIDTHS)
+    mixed = plan_step([decode_row(2), prefill], tiers=(1, 2, 4, 8), widths=WIDTHS)
+    assert mixed.family is StepFamily.MIXED
+    assert [p.kind for p in mixed.passes] == [PassKind.PREFILL, PassKind.DRAFT, PassKind.VERIFY]
+    assert [p.tier for p in mixed.passes] == [EAGER, 2, 2]
+    assert mixed.passes[1:] == alone.passes, "who prefills changes nothing about the decode passes"
+
+
+@pytest.mark.parametrize(("kind", "width"), [(PassKind.DRAFT, GAMMA), (PassKind.VERIFY, GAMMA + 1)])
+def test_a_capture_has_the_extents_of_the_steps_it_serves(kind: PassKind, width: int) -> None:
+    captured = plan_capture(kind, tier=4, widths=WIDTHS, num_ranks=4)
+    served = plan_step([decode_row(n) for n in (1, 3, 0, 2)], tiers=(4,), widths=WIDTHS).find(kind)
+    assert served is not None
+    for name in ("kind", "width", "tier", "padded_requests", "padded_tokens", "padding_mode"):
+        assert getattr(captured, name) == getattr(served, name), name
+    assert captured.width == width
+    assert not any(count.value for count in (*captured.requests, *captured.tokens))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.batch.step_plan import StepPlan
+from outrider.batch.step_plan import PassPlan, StepPlan
 from outrider.engine.engine_core import EngineCore
 from outrider.sampling.proposal import Proposal
 from outrider.spec_decode.proposer import DraftRequest, Proposer
@@ -31,6 +31,9 @@ class FailingProposer:
     @property
     def tap_layer_ids(self) -> tuple[int, ...]:
         return self.inner.tap_layer_ids
+
+    def capture(self, plan: PassPlan) -> None:
+        self.inner.capture(plan)
 
     def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal:
         self.fuse -= 1

@@ -11,32 +11,44 @@ import torch
 from tests.engine.zoo import Zoo
 from tests.fixtures import HIDDEN, TARGET_LAYER_IDS
 
-from outrider.batch.forward_batch import DraftBatch, PrefillBatch, VerifyBatch
-from outrider.batch.step_plan import PaddingMode, PassKind, PassPlan, PassWidths, RankRow, StepPlan, plan_step
+from outrider.batch.forward_batch import DraftBatch, PassInputs, PrefillBatch, VerifyBatch
+from outrider.batch.step_plan import (
+    PaddingMode,
+    PassKind,
+    PassPlan,
+    PassWidths,
+    RankRow,
+    StepPlan,
+    plan_capture,
+    plan_step,
+)
 from outrider.layers.attention.interface import LayerKV
+from outrider.models.decoder import Decoder
 from outrider.models.drafter_checkpoint import load_drafter
 from outrider.models.source import load_model
 from outrider.runner.batch_builder import BatchBuilder, DraftRow, PrefillRow, VerifyRow
-from outrider.runner.graph_runner import EagerRunner, GraphKey, GraphRunner
+from outrider.runner.graph_runner import EagerRunner, GraphKey, StaticRunner
 from outrider.runner.kv_memory import allocate_kv, plan_kv_memory
 from outrider.runner.model_runner import ModelRunner
 
+P = TypeVar("P", bound=PassInputs)
 T = TypeVar("T")
 GAMMA, SIZE, CPU = 6, 4, torch.device("cpu")
+MAX_LEN = 27  # 7 blocks of 4, the last not to its end
 REQUESTS = (1, 3, 0, 2)  # per rank, case S1
 WIDTHS = PassWidths(draft=GAMMA, verify=GAMMA + 1)
 
 
-class RecordingRunner:
-    """Has the tiers it is told, runs eagerly what a captured runner would replay, and remembers the keys."""
+class RecordingRunner(StaticRunner):
+    """Remembers the keys it was asked for."""
 
     def __init__(self, tiers: tuple[int, ...]) -> None:
-        self.tiers = tiers
+        super().__init__(tiers)
         self.keys: list[GraphKey] = []
 
-    def run(self, key: GraphKey, forward: Callable[[], T]) -> T:
+    def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T:
         self.keys.append(key)
-        return forward()
+        return super().run(key, inputs, forward)
 
 
 def decode_plan(requests: Sequence[int], *, tiers: Sequence[int]) -> StepPlan:
@@ -75,7 +87,7 @@ def find(plan: StepPlan, kind: PassKind) -> PassPlan:
 
 
 def builder(rank: int = 0) -> BatchBuilder:
-    return BatchBuilder(rank=rank, kv_block_size=SIZE, device=CPU)
+    return BatchBuilder(rank=rank, kv_block_size=SIZE, max_model_len=MAX_LEN, device=CPU, mask_padded_tokens=True)
 
 
 def draft_rows(count: int) -> list[DraftRow]:
@@ -118,10 +130,13 @@ def test_s1_every_rank_builds_its_batches_from_the_one_plan(tiers: tuple[int, ..
 
 
 @pytest.mark.parametrize("tiers", [(), (1, 2, 4, 8)], ids=["eager", "tiers"])
-def test_s1_the_idle_rank_runs_the_same_passes(tiers: tuple[int, ...], zoo: Zoo) -> None:
-    """Zero real rows through target and drafter; nothing is written to the pool."""
+def test_s1_the_idle_rank_runs_the_same_passes(
+    tiers: tuple[int, ...], zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zero real rows through a target that crosses ranks, and through the drafter; nothing is written to the pool."""
+    monkeypatch.setattr(Decoder, "crosses_dp_ranks", True)  # as one with experts does
     plan, graphs = decode_plan(REQUESTS, tiers=tiers), RecordingRunner(tiers)
-    target, pool = target_runner(zoo, graphs)
+    target, pool = target_runner(zoo, graphs, rank=2, num_ranks=len(REQUESTS))
     draft = builder(2).draft(find(plan, PassKind.DRAFT), [])
     output = target.run(builder(2).verify(find(plan, PassKind.VERIFY), []))
     assert output.logits_KV.shape == (0, 64)
@@ -136,8 +151,22 @@ def test_s1_the_idle_rank_runs_the_same_passes(tiers: tuple[int, ...], zoo: Zoo)
     assert not hidden.isnan().any()
 
 
-def target_runner(zoo: Zoo, graphs: GraphRunner) -> tuple[ModelRunner, list[LayerKV]]:
-    """The RAND target over a pool of NaN: whoever reads a slot that was not written shows it."""
+def test_a_dense_target_is_left_out_where_a_rank_has_no_rows(zoo: Zoo) -> None:
+    """Nothing waits for this rank; what it gets has the shapes of a forward's."""
+    plan, graphs = decode_plan(REQUESTS, tiers=()), RecordingRunner(())
+    target, _ = target_runner(zoo, graphs)
+    output = target.run(builder(2).verify(find(plan, PassKind.VERIFY), []))
+    assert graphs.keys == []
+    assert output.logits_KV.shape == (0, 64)
+    assert output.logits_KV.dtype == torch.float32
+    assert output.finite_K == ()
+    assert output.taps_NF.shape == (0, len(TARGET_LAYER_IDS) * HIDDEN)
+
+
+def target_runner(
+    zoo: Zoo, graphs: StaticRunner, *, rank: int = 0, num_ranks: int = 1
+) -> tuple[ModelRunner, list[LayerKV]]:
+    """The RAND target over a pool of NaN, its tiers captured: whoever reads a slot that was not written shows it."""
     loaded = load_model(str(zoo.path("rand")))
     layout = plan_kv_memory(
         budget_bytes=16 * SIZE, kv_block_size=SIZE, target_bytes_per_token=1, drafter_bytes_per_token=0
@@ -146,7 +175,10 @@ def target_runner(zoo: Zoo, graphs: GraphRunner) -> tuple[ModelRunner, list[Laye
     for kv in pool:
         kv.key_SHD.fill_(torch.nan)
         kv.value_SHD.fill_(torch.nan)
-    return ModelRunner(target=loaded.model, kv_caches=pool, tap_layer_ids=TARGET_LAYER_IDS, graphs=graphs), pool
+    runner = ModelRunner(target=loaded.model, kv_caches=pool, tap_layer_ids=TARGET_LAYER_IDS, graphs=graphs)
+    for tier in graphs.tiers:
+        runner.capture(plan_capture(PassKind.VERIFY, tier=tier, widths=WIDTHS, num_ranks=num_ranks), builder(rank))
+    return runner, pool
 
 
 def load_small_drafter(zoo: Zoo) -> tuple[Any, list[LayerKV]]:
@@ -305,8 +337,12 @@ def test_an_uncaptured_tier_is_refused_rather_than_run_eagerly() -> None:
     plan = find(decode_plan([3], tiers=(4,)), PassKind.DRAFT)
     key = GraphKey.of(plan, 0)
     assert (key.model, key.kind, key.requests.value, key.tokens.value) == ("drafter", PassKind.DRAFT, 4, 24)
+    inputs = builder().draft(plan, draft_rows(3)).inputs
     with pytest.raises(AssertionError, match="captured graph"):
-        EagerRunner().run(key, lambda: None)
+        EagerRunner().run(key, inputs, lambda _: None)
+    with pytest.raises(AssertionError, match="was not captured"):
+        StaticRunner((4,)).run(key, inputs, lambda _: None)
     eager = GraphKey.of(find(decode_plan([3], tiers=()), PassKind.VERIFY), 0)
     assert (eager.model, eager.requests.value, eager.tokens.value) == ("target", 0, 21)
-    assert EagerRunner().run(eager, lambda: 5) == 5
+    assert EagerRunner().run(eager, inputs, lambda given: given is inputs)
+    assert StaticRunner((4,)).run(eager, inputs, lambda given: given is inputs)

@@ -4,6 +4,10 @@ No field is optional and nothing is assigned later: a batch without its request 
 does not type-check, let alone run. Consumers ``match`` on the union and end in ``assert_never``. An idle rank holds the
 same class with zero real requests.
 
+What a model's forward reads of a batch is its ``inputs``: tensors and what must not change between replays of a graph.
+Counts of real rows are not among them, but for the tensor that experts read, so that nothing of one step can be baked
+into a graph and found there by the next.
+
 Shape legend: N padded rows, R padded requests, K rows that need logits.
 """
 
@@ -32,6 +36,29 @@ def _check_non_padded(num_tokens_non_padded: Tensor, tokens: TokenCount) -> None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TargetInputs:
+    """What the target's forward reads of a prefill or verify pass."""
+
+    token_ids_N: Tensor  # int64 [N]
+    positions_N: Tensor  # int64 [N]
+    metadata: CausalMetadata
+    experts: ExpertMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterInputs:
+    """What the drafter's forward reads of a draft pass."""
+
+    anchor_ids_R: Tensor  # int64 [R]
+    anchor_positions_R: Tensor  # int64 [R]
+    metadata: BlockMetadata
+    experts: ExpertMetadata
+
+
+PassInputs = TargetInputs | DrafterInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillBatch:
     """Prompt chunks through the target; the rows' draft context is written in the same step."""
 
@@ -50,6 +77,15 @@ class PrefillBatch:
         _check(self.plan, PassKind.PREFILL, self.rank, self.requests, self.tokens)
         _check_non_padded(self.num_tokens_non_padded, self.tokens)
         assert self.logit_rows_K.numel() == self.plan.logit_rows[self.rank], "logit rows differ from the plan"
+
+    @property
+    def inputs(self) -> TargetInputs:
+        return TargetInputs(
+            token_ids_N=self.token_ids_N,
+            positions_N=self.positions_N,
+            metadata=self.metadata,
+            experts=self.experts,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +107,15 @@ class DraftBatch:
         _check_non_padded(self.num_tokens_non_padded, self.tokens)
         assert self.tokens == self.requests.tokens(width=self.plan.width), "a draft block is never cut"
 
+    @property
+    def inputs(self) -> DrafterInputs:
+        return DrafterInputs(
+            anchor_ids_R=self.anchor_ids_R,
+            anchor_positions_R=self.anchor_positions_R,
+            metadata=self.metadata,
+            experts=self.experts,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
@@ -90,6 +135,15 @@ class VerifyBatch:
         _check(self.plan, PassKind.VERIFY, self.rank, self.requests, self.tokens)
         _check_non_padded(self.num_tokens_non_padded, self.tokens)
         assert self.metadata.max_query_len <= self.plan.width, "a verify window is wider than the pass"
+
+    @property
+    def inputs(self) -> TargetInputs:
+        return TargetInputs(
+            token_ids_N=self.token_ids_N,
+            positions_N=self.positions_N,
+            metadata=self.metadata,
+            experts=self.experts,
+        )
 
 
 ForwardBatch = PrefillBatch | DraftBatch | VerifyBatch

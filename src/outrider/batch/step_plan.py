@@ -4,6 +4,9 @@ Contract: ``plan_step`` reads nothing but its arguments, so that ranks holding t
 plan (``StepPlan.digest`` lets them compare). Counts in a ``PassPlan`` are unscaled requests and real tokens; the tier
 comes from the largest *request* count over all ranks, never from a token count. A pass is in the plan when any rank
 has requests in it; a rank without requests runs it with zero rows.
+
+Prefill passes are always eager: their rows are ragged. That concerns no other pass of the step: a rank with decode work
+alone goes on replaying its graphs while another prefills, since the passes of a step are separate forwards.
 """
 
 from __future__ import annotations
@@ -144,7 +147,7 @@ def plan_step(rows: Sequence[RankRow], *, tiers: Sequence[int], widths: PassWidt
     for row in rows:
         assert row.verify_tokens <= row.verify_requests * widths.verify, f"{row} exceeds verify width {widths.verify}"
         family |= row.family
-    captured = tiers if all(row.graph_capable for row in rows) and not family & StepFamily.PREFILL else ()
+    captured = tiers if all(row.graph_capable for row in rows) else ()
     passes = []
     if family & StepFamily.PREFILL:
         passes.append(
@@ -154,7 +157,7 @@ def plan_step(rows: Sequence[RankRow], *, tiers: Sequence[int], widths: PassWidt
                 requests=[RequestCount(row.prefill_requests) for row in rows],
                 tokens=[TokenCount(row.prefill_tokens) for row in rows],
                 logit_rows=[row.prefill_logit_rows for row in rows],
-                tiers=(),
+                tier=EAGER,
             )
         )
     if any(row.draft_requests for row in rows):
@@ -167,22 +170,37 @@ def plan_step(rows: Sequence[RankRow], *, tiers: Sequence[int], widths: PassWidt
                 requests=requests,
                 tokens=tokens,
                 logit_rows=[count.value for count in tokens],
-                tiers=captured,
+                tier=choose_tier(requests, captured),
             )
         )
     if family & StepFamily.DECODE:
+        requests = [RequestCount(row.verify_requests) for row in rows]
         tokens = [TokenCount(row.verify_tokens) for row in rows]
         passes.append(
             _plan_pass(
                 PassKind.VERIFY,
                 width=widths.verify,
-                requests=[RequestCount(row.verify_requests) for row in rows],
+                requests=requests,
                 tokens=tokens,
                 logit_rows=[count.value for count in tokens],
-                tiers=captured,
+                tier=choose_tier(requests, captured),
             )
         )
     return StepPlan(family=StepFamily(family), passes=tuple(passes))
+
+
+def plan_capture(kind: PassKind, *, tier: int, widths: PassWidths, num_ranks: int) -> PassPlan:
+    """The plan under which a tier is captured: no rank has a real row, every rank runs the tier's extents."""
+    assert tier > EAGER, f"tier={tier} must be at least 1"
+    assert kind is not PassKind.PREFILL, "prefill passes are not captured"
+    return _plan_pass(
+        kind,
+        width=widths.draft if kind is PassKind.DRAFT else widths.verify,
+        requests=[RequestCount(0)] * num_ranks,
+        tokens=[TokenCount(0)] * num_ranks,
+        logit_rows=[0] * num_ranks,
+        tier=tier,
+    )
 
 
 def choose_tier(requests: Sequence[RequestCount], tiers: Sequence[int]) -> int:
@@ -198,9 +216,8 @@ def _plan_pass(
     requests: list[RequestCount],
     tokens: list[TokenCount],
     logit_rows: list[int],
-    tiers: Sequence[int],
+    tier: int,
 ) -> PassPlan:
-    tier = choose_tier(requests, tiers)
     if tier == EAGER:
         padded_requests = requests
         padded_tokens = [count.padded(extent=count.value) for count in tokens]

@@ -42,6 +42,8 @@ HELP: dict[str, str] = {
     "data_parallel_size": "Ranks with requests of their own; limits such as max-num-seqs are per such rank.",
     "tensor_parallel_size": "Ranks that share the attention heads, MLP columns and LM head of each of those.",
     "enable_expert_parallel": "Spread whole experts over all ranks instead of slices of every expert.",
+    "all2all_backend": "How rows reach experts of other ranks; alltoall sends each row only where it is needed, and "
+    "needs --enable-expert-parallel.",
     "nnodes": "Machines; each runs this command, with its own --node-rank, and an equal share of the ranks.",
     "node_rank": "This machine's number; machine 0 takes the requests.",
     "master_addr": "Address of machine 0, where several meet.",

@@ -3,6 +3,9 @@
 A builder takes the pass's plan and this rank's rows, and fills every field from these two. Extents come from the plan:
 without a tier the real rows, with one the tier's. Padding rows have token 0, position 0 and slot -1 (never written);
 padding requests own no rows and see no context.
+
+In a tier nothing but tensor contents may differ between batches: block tables have the width that the longest context
+needs, and the integers of the metadata are bounds of the tier (the pass's width, the context limit), not of the rows.
 """
 
 from __future__ import annotations
@@ -50,9 +53,13 @@ class VerifyRow:
 
 
 class BatchBuilder:
-    def __init__(self, *, rank: int, kv_block_size: int, device: torch.device, mask_padded_tokens: bool = True) -> None:
+    def __init__(
+        self, *, rank: int, kv_block_size: int, max_model_len: int, device: torch.device, mask_padded_tokens: bool
+    ) -> None:
+        """rank: the data-parallel one, of a plan's tuples."""
         self._rank = rank
         self._kv_block_size = kv_block_size
+        self._max_model_len = max_model_len
         self._device = device
         self._mask_padded_tokens = mask_padded_tokens
 
@@ -76,7 +83,8 @@ class BatchBuilder:
 
     def draft(self, plan: PassPlan, rows: Sequence[DraftRow]) -> DraftBatch:
         requests = RequestCount(len(rows))
-        padded = plan.padded_requests[self._rank].value if plan.padding_mode is PaddingMode.TIER else len(rows)
+        in_tier = plan.padding_mode is PaddingMode.TIER
+        padded = plan.padded_requests[self._rank].value if in_tier else len(rows)
         fill = [0] * (padded - len(rows))
         context_lens = [row.anchor_position for row in rows] + fill
         tokens = requests.tokens(width=plan.width)
@@ -90,10 +98,12 @@ class BatchBuilder:
             anchor_positions_R=self._int64(context_lens),
             metadata=BlockMetadata(
                 context_lens_R=self._int32(context_lens),
-                block_tables_RB=self._block_tables([row.block_ids for row in rows], context_lens, padded),
+                block_tables_RB=self._block_tables(
+                    [row.block_ids for row in rows], context_lens, padded, static=in_tier
+                ),
                 kv_block_size=self._kv_block_size,
                 block_width=plan.width,
-                max_context_len=max(context_lens, default=0),
+                max_context_len=self._max_model_len if in_tier else max(context_lens, default=0),
             ),
             experts=self._experts(plan, tokens),
         )
@@ -101,7 +111,7 @@ class BatchBuilder:
     def verify(self, plan: PassPlan, rows: Sequence[VerifyRow]) -> VerifyBatch:
         tokens = TokenCount(sum(len(row.token_ids) for row in rows))
         token_ids, positions, metadata = self._causal(plan, rows, tokens)
-        return VerifyBatch(
+        batch = VerifyBatch(
             plan=plan,
             rank=self._rank,
             requests=RequestCount(len(rows)),
@@ -112,12 +122,16 @@ class BatchBuilder:
             metadata=metadata,
             experts=self._experts(plan, tokens),
         )
+        widest = max((len(row.token_ids) for row in rows), default=0)  # in a tier the metadata does not say
+        assert widest <= plan.width, f"a verify window of {widest} rows is wider than the pass, {plan.width}"
+        return batch
 
     def _causal(
         self, plan: PassPlan, rows: Sequence[PrefillRow | VerifyRow], tokens: TokenCount
     ) -> tuple[Tensor, Tensor, CausalMetadata]:
         """Token ids, positions and metadata of ragged rows through the target, padded to the plan's extents."""
-        if plan.padding_mode is PaddingMode.TIER:
+        in_tier = plan.padding_mode is PaddingMode.TIER
+        if in_tier:
             padded_requests = plan.padded_requests[self._rank].value
             padded_tokens = plan.padded_tokens[self._rank].value
         else:
@@ -139,18 +153,24 @@ class BatchBuilder:
         metadata = CausalMetadata(
             query_start_loc_R1=self._int32(starts + [starts[-1]] * fill_requests),
             seq_lens_R=self._int32(seq_lens),
-            block_tables_RB=self._block_tables([row.block_ids for row in rows], seq_lens, padded_requests),
+            block_tables_RB=self._block_tables(
+                [row.block_ids for row in rows], seq_lens, padded_requests, static=in_tier
+            ),
             slot_mapping_N=self._int64(slots + [-1] * fill_rows),
             kv_block_size=size,
-            max_query_len=max(lengths, default=0),
-            max_seq_len=max(seq_lens, default=0),
+            max_query_len=plan.width if in_tier else max(lengths, default=0),
+            max_seq_len=self._max_model_len if in_tier else max(seq_lens, default=0),
         )
         return self._int64(token_ids + [0] * fill_rows), self._int64(positions + [0] * fill_rows), metadata
 
-    def _block_tables(self, tables: Sequence[Sequence[int]], lengths: Sequence[int], padded: int) -> Tensor:
+    def _block_tables(
+        self, tables: Sequence[Sequence[int]], lengths: Sequence[int], padded: int, *, static: bool
+    ) -> Tensor:
         """int32 [R, B]: of each request the blocks its length reaches, then zeros."""
+        longest = max(lengths, default=0)
+        assert longest <= self._max_model_len, f"{longest} positions exceed max_model_len={self._max_model_len}"
         used = [-(-length // self._kv_block_size) for length in lengths]
-        width = max(used, default=0)
+        width = -(-self._max_model_len // self._kv_block_size) if static else max(used, default=0)
         filled = [list(table[:n]) + [0] * (width - n) for table, n in zip(tables, used, strict=False)]
         filled += [[0] * width] * (padded - len(filled))
         return torch.tensor(filled, dtype=torch.int32, device=self._device).view(padded, width)

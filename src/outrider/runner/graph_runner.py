@@ -1,19 +1,27 @@
-"""How a pass's forward is executed: eagerly, or by replaying a captured graph. One protocol, keyed by ``GraphKey``.
+"""How a pass's forward is executed: eagerly, or by replaying what was captured. One protocol, keyed by ``GraphKey``.
 
-Contract of a runner: ``tiers`` are the request counts it has captured, offered to the step plan; ``run`` gets the key
-of the batch at hand and its forward. A runner that was handed a key with a tier it has not captured raises: falling
-back to eager on one rank alone would hang the others.
+Contract of a runner: ``tiers`` are the request counts it captures, offered to the step plan; ``capable`` is its vote in
+the step agreement; ``capture`` is called once for every key at start-up; ``run`` gets the key of the pass at hand, its
+inputs and its forward. Without a tier every runner just runs. A tier that was not captured raises: falling back to
+eager on one rank alone would hang the others.
+
+``StaticRunner`` is what a captured runner is without a graph: it owns the static buffers, refreshes and checks them,
+and then runs the forward on them. It is the CPU's runner; a graph of recorded kernels needs an attention back end that
+reads lengths on the device, and the torch reference reads them on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from outrider.batch.counts import PaddedTokenCount, RequestCount
+from outrider.batch.forward_batch import PassInputs
 from outrider.batch.step_plan import EAGER, PassKind, PassPlan
+from outrider.runner.static_inputs import StaticInputs
 
+P = TypeVar("P", bound=PassInputs)
 T = TypeVar("T")
 
 
@@ -42,16 +50,67 @@ class GraphRunner(Protocol):
         """Captured numbers of requests, ascending."""
         ...
 
-    def run(self, key: GraphKey, forward: Callable[[], T]) -> T: ...
+    @property
+    def capable(self) -> bool:
+        """This rank's vote: whether it can replay. One rank that cannot makes the step eager on all of them."""
+        ...
+
+    @property
+    def captured_keys(self) -> frozenset[GraphKey]: ...
+
+    @property
+    def static_bytes(self) -> int:
+        """What the static buffers of all captured keys take."""
+        ...
+
+    def capture(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> None: ...
+
+    def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T: ...
 
 
 class EagerRunner:
     """Captures nothing and runs everything as it comes."""
 
-    @property
-    def tiers(self) -> tuple[int, ...]:
-        return ()
+    tiers: tuple[int, ...] = ()
+    capable = False
+    captured_keys: frozenset[GraphKey] = frozenset()
+    static_bytes = 0
 
-    def run(self, key: GraphKey, forward: Callable[[], T]) -> T:
+    def capture(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> None:
+        raise AssertionError(f"{key} was to be captured by a runner that captures nothing")
+
+    def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T:
         assert key.requests.value == EAGER, f"{key} asks for a captured graph; this runner has none"
-        return forward()
+        return forward(inputs)
+
+
+class StaticRunner:
+    """Runs each captured pass on buffers of its own, refreshed from the step's batch: static shapes, no graph."""
+
+    capable = True
+
+    def __init__(self, tiers: Sequence[int]) -> None:
+        self.tiers = tuple(tiers)
+        self._static: dict[GraphKey, StaticInputs] = {}
+
+    @property
+    def captured_keys(self) -> frozenset[GraphKey]:
+        return frozenset(self._static)
+
+    @property
+    def static_bytes(self) -> int:
+        return sum(static.num_bytes for static in self._static.values())
+
+    def capture(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> None:
+        """Register every tensor of ``inputs`` and run once on them."""
+        assert key.requests.value in self.tiers, f"{key} is of no tier in {self.tiers}"
+        assert key not in self._static, f"{key} is captured already"
+        static = StaticInputs(inputs)
+        forward(static.refresh(inputs))
+        self._static[key] = static
+
+    def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T:
+        if key.requests.value == EAGER:
+            return forward(inputs)
+        assert key in self._static, f"{key} was not captured"
+        return forward(self._static[key].refresh(inputs))

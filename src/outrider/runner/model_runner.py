@@ -1,4 +1,8 @@
-"""Runs the target over a prefill or verify batch: hidden states, logits of the rows that need them, tapped features."""
+"""Runs the target over a prefill or verify batch: hidden states, logits of the rows that need them, tapped features.
+
+A rank without rows runs the forward like the others where it crosses data-parallel ranks, so that all of them issue the
+same collectives; a dense target's forward crosses none and is left out there.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from outrider.batch.forward_batch import PrefillBatch, VerifyBatch
+from outrider.batch.forward_batch import PrefillBatch, TargetInputs, VerifyBatch
+from outrider.batch.step_plan import PassPlan
 from outrider.layers.attention.interface import LayerKV
 from outrider.models.interface import DecoderOutput, TargetModel
+from outrider.runner.batch_builder import BatchBuilder
 from outrider.runner.graph_runner import GraphKey, GraphRunner
 
 
@@ -43,9 +49,18 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
+    def capture(self, plan: PassPlan, builder: BatchBuilder) -> None:
+        """Capture the tier of ``plan``, which has no real rows on any rank."""
+        batch = builder.verify(plan, [])
+        self._graphs.capture(GraphKey.of(plan, batch.rank), batch.inputs, self._forward)
+
+    @torch.inference_mode()
     def run(self, batch: PrefillBatch | VerifyBatch) -> TargetOutput:
-        output = self._graphs.run(GraphKey.of(batch.plan, batch.rank), lambda: self._forward(batch))
         real = batch.tokens.value
+        if real or self._target.crosses_dp_ranks:
+            output = self._graphs.run(GraphKey.of(batch.plan, batch.rank), batch.inputs, self._forward)
+        else:
+            output = self._no_rows()
         match batch:
             case PrefillBatch():
                 hidden_KD = output.hidden_ND[batch.logit_rows_K]
@@ -65,7 +80,19 @@ class ModelRunner:
             slots_N=batch.metadata.slot_mapping_N[:real],
         )
 
-    def _forward(self, batch: PrefillBatch | VerifyBatch) -> DecoderOutput:
+    def _forward(self, inputs: TargetInputs) -> DecoderOutput:
         return self._target.forward(
-            batch.token_ids_N, batch.positions_N, self._kv_caches, batch.metadata, self._tap_layer_ids, batch.experts
+            inputs.token_ids_N,
+            inputs.positions_N,
+            self._kv_caches,
+            inputs.metadata,
+            self._tap_layer_ids,
+            inputs.experts,
+        )
+
+    def _no_rows(self) -> DecoderOutput:
+        """What a forward gives for zero rows."""
+        hidden_size, kv = self._target.config.hidden_size, self._kv_caches[0].key_SHD
+        return DecoderOutput(
+            hidden_ND=kv.new_empty(0, hidden_size), taps_NF=kv.new_empty(0, hidden_size * len(self._tap_layer_ids))
         )

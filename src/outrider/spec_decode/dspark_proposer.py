@@ -3,6 +3,9 @@
 Invariant: before ``propose``, the draft context of a request covers exactly the positions below its anchor; the
 anchor's own target state is never in it (dspark paper, section on inference; the usual silent fault is an off-by-one
 here, which only lowers acceptance).
+
+A rank without requests runs the parallel pass like the others where the drafter crosses data-parallel ranks (it has
+experts); a dense drafter's pass is left out there. Head and context projection are whole on every rank and cross none.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.batch.step_plan import PassKind, StepPlan
+from outrider.batch.forward_batch import DrafterInputs
+from outrider.batch.step_plan import PassKind, PassPlan, StepPlan
 from outrider.config import DrafterConfig
 from outrider.layers.attention.interface import LayerKV
 from outrider.models.dspark import DSparkDrafter
@@ -44,9 +48,14 @@ class DSparkProposer:
         self._graphs = graphs
 
     @torch.inference_mode()
+    def capture(self, plan: PassPlan) -> None:
+        batch = self._builder.draft(plan, [])
+        self._graphs.capture(GraphKey.of(plan, batch.rank), batch.inputs, self._forward)
+
+    @torch.inference_mode()
     def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal:
         pass_plan = plan.find(PassKind.DRAFT)
-        if pass_plan is None:
+        if pass_plan is None or not (requests or self._drafter.crosses_dp_ranks):
             return Proposal.one_hot([()] * len(requests))
         batch = self._builder.draft(
             pass_plan,
@@ -55,12 +64,9 @@ class DSparkProposer:
                 for r in requests
             ],
         )
-        hidden_RGD = self._graphs.run(
-            GraphKey.of(pass_plan, batch.rank),
-            lambda: self._drafter.forward(
-                batch.anchor_ids_R, batch.anchor_positions_R, self._kv_caches, batch.metadata, batch.experts
-            ),
-        )
+        hidden_RGD = self._graphs.run(GraphKey.of(pass_plan, batch.rank), batch.inputs, self._forward)
+        if not requests:
+            return Proposal.one_hot([])
         first = 0 if self._config.sample_from_anchor else 1  # slot 0 predicts nothing in the other convention
         used_RGD = hidden_RGD[: len(requests), first : first + self.num_speculative_tokens]
         base_logits = self._drafter.compute_base_logits(used_RGD.reshape(-1, used_RGD.shape[-1]))
@@ -76,4 +82,10 @@ class DSparkProposer:
 
     @torch.inference_mode()
     def write_context(self, *, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor) -> None:
-        self._drafter.write_context(taps_NF, positions_N, self._kv_caches, slots_N)
+        if positions_N.numel():
+            self._drafter.write_context(taps_NF, positions_N, self._kv_caches, slots_N)
+
+    def _forward(self, inputs: DrafterInputs) -> Tensor:
+        return self._drafter.forward(
+            inputs.anchor_ids_R, inputs.anchor_positions_R, self._kv_caches, inputs.metadata, inputs.experts
+        )

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.batch.step_plan import StepPlan
+from outrider.batch.step_plan import PassPlan, StepPlan
 from outrider.sampling.proposal import Proposal
 from outrider.sampling.state import LogitRow
 from outrider.spec_decode.prompt_lookup import find_continuation
@@ -45,7 +45,13 @@ class Proposer(Protocol):
         """Target layers whose outputs it needs of every committed position."""
         ...
 
-    def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal: ...
+    def capture(self, plan: PassPlan) -> None:
+        """Capture the tier of ``plan``, which has no real rows; called only of a proposer with a pass."""
+        ...
+
+    def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal:
+        """A rank without requests calls it too, with none: the pass may cross data-parallel ranks."""
+        ...
 
     def write_context(self, *, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor) -> None:
         """Take in committed positions: tapped features [N, F], positions and slots int64 [N]."""
@@ -58,6 +64,9 @@ class NoProposer:
     num_speculative_tokens = 0
     draft_width = 0
     tap_layer_ids: tuple[int, ...] = ()
+
+    def capture(self, plan: PassPlan) -> None:
+        raise AssertionError("plain decoding runs no draft pass")
 
     def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal:
         return Proposal.one_hot([()] * len(requests))
@@ -76,6 +85,9 @@ class PromptLookupProposer:
         self.num_speculative_tokens = num_speculative_tokens
         self._max_ngram = max_ngram
         self._min_ngram = min_ngram
+
+    def capture(self, plan: PassPlan) -> None:
+        raise AssertionError("prompt lookup runs no draft pass")
 
     def propose(self, plan: StepPlan, requests: Sequence[DraftRequest]) -> Proposal:
         return Proposal.one_hot([self._lookup(request) for request in requests])
