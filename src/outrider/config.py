@@ -15,6 +15,7 @@ from outrider.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16"]
 ProposerName = Literal["none", "lookup", "dspark"]
+All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 
@@ -167,6 +168,7 @@ class EngineArgs:
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    all2all_backend: All2AllBackend = "allgather_reducescatter"
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
@@ -177,6 +179,7 @@ class EngineArgs:
         """Rules that need no checkpoint; the rest is checked by ``engine.setup`` before weights load."""
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _require_choice("mask_padded_tokens", self.mask_padded_tokens, ("auto", "on", "off"))
+        _require_choice("all2all_backend", self.all2all_backend, ("allgather_reducescatter", "alltoall"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size", "max_num_waiting",
                      "prompt_lookup_max", "prompt_lookup_min", "data_parallel_size", "tensor_parallel_size", "nnodes",
                      "distributed_timeout_seconds"):  # fmt: skip

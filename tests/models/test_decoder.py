@@ -11,7 +11,17 @@ from safetensors.torch import save_file
 from tests.layers.test_rotary import ROPE_SETTINGS
 from tests.paged import PagedSequences
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from outrider.layers.attention.reference import ReferenceAttention
 from outrider.models.decoder import Decoder
@@ -31,6 +41,13 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+QWEN3_MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 12}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-mha": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -38,6 +55,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-head-dim": ("llama", {"head_dim": 6, "num_attention_heads": 8, "num_key_value_heads": 2}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-tied-biases": ("qwen3", {"head_dim": 10, "tie_word_embeddings": True, "attention_bias": True}),
+    **{f"mixtral-top-{k}": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": k}) for k in (1, 2, 4)},
+    **{
+        f"qwen3-moe-top-{k}{'-normalised' if norm else ''}": (
+            "qwen3_moe",
+            {**QWEN3_MOE, "num_experts_per_tok": k, "norm_topk_prob": norm},
+        )
+        for k in (1, 2, 4)
+        for norm in (True, False)
+    },
+    "qwen3-moe-every-second-layer": ("qwen3_moe", {**QWEN3_MOE, "num_experts_per_tok": 2, "decoder_sparse_step": 2}),
+    "qwen3-moe-dense-layers": ("qwen3_moe", {**QWEN3_MOE, "num_experts_per_tok": 2, "mlp_only_layers": [0, 2]}),
     **{f"llama-rope-{i}-{r['rope_type']}": ("llama", {"rope_parameters": r}) for i, r in enumerate(ROPE_SETTINGS)},
 }
 
@@ -45,11 +73,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def oracle(kind: str, changes: dict[str, Any]) -> PreTrainedModel:
     """A random transformers model; norms and biases too, which its own initialisation leaves at one and zero."""
     torch.manual_seed(7)
-    model: PreTrainedModel
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **changes}))
+    config_class, model_class = CLASSES[kind]
+    model: PreTrainedModel = model_class(config_class(**{**SHAPE, **changes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.3)
@@ -96,7 +121,7 @@ def test_logits_and_taps_equal_transformers(variant: str, tmp_path: Path) -> Non
     torch.testing.assert_close(torch.cat(parts), logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "mixtral-top-2", "qwen3-moe-top-4"])
 def test_ragged_batches_through_the_pool(variant: str, tmp_path: Path) -> None:
     """Prefill, decode and verify rows of several requests share passes; every request equals its solo run."""
     theirs = oracle(*VARIANTS[variant])

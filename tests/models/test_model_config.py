@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
-from outrider.config import ModelConfig
+from outrider.config import ModelConfig, MoEConfig
 from outrider.errors import ConfigError
 from outrider.models.model_config import from_gguf, from_hf
 
@@ -99,9 +99,9 @@ def test_harmless_settings_are_accepted(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, r"MixtralForCausalLM.*supported: Llama"),
+        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, r"GptOssForCausalLM.*supported: Llama"),
         ({"architectures": ["MistralForCausalLM"], "model_type": "llama"}, r"MistralForCausalLM.*supported: Llama"),
-        ({"architectures": None, "model_type": "gpt2"}, r"'gpt2'.*llama, qwen3"),
+        ({"architectures": None, "model_type": "gpt2"}, r"'gpt2'.*llama, mixtral, qwen3"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, r"'longrope'.*yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"'linear' needs a factor"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
@@ -200,3 +200,90 @@ def test_gguf_refusals(changes: dict[str, Any], shapes: dict[str, tuple[int, ...
 def test_gguf_without_embedding() -> None:
     with pytest.raises(ConfigError, match=r"token_embd\.weight"):
         from_gguf(GGUF, {})
+
+
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+    "router_jitter_noise": 0.1,
+    "sliding_window": None,
+}
+QWEN3_MOE: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+
+
+def test_mixtral() -> None:
+    config = from_hf(MIXTRAL)
+    assert config.moe == MoEConfig(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, sparse_layers=(True, True)
+    )
+    assert not config.qk_norm
+    assert config.rope.theta == 1e6  # what transformers takes where the file is silent
+    assert from_hf(MixtralConfig()).moe is not None
+
+
+def test_qwen3_moe() -> None:
+    config = from_hf(QWEN3_MOE)
+    assert config.moe is not None
+    assert (config.moe.num_experts, config.moe.moe_intermediate_size, config.moe.norm_topk_prob) == (8, 16, True)
+    assert config.moe.sparse_layers == (True,) * 4
+    assert (config.qk_norm, config.head_dim, config.intermediate_size) == (True, 16, 64)
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
+    assert from_hf(renamed) == config
+    assert from_hf({**QWEN3_MOE, "head_dim": None}).head_dim == 8
+    assert from_hf({**QWEN3_MOE, "num_experts": 0}).moe is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (False, False, False, True)),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, (True,) * 4),
+    ],
+)
+def test_which_layers_have_experts_is_what_transformers_builds(
+    changes: dict[str, Any], sparse: tuple[bool, ...]
+) -> None:
+    moe = from_hf({**QWEN3_MOE, **changes}).moe
+    assert moe is not None
+    assert moe.sparse_layers == sparse
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (MIXTRAL, {"num_local_experts": None}, r"num_local_experts=None"),
+        (MIXTRAL, {"num_experts_per_tok": 5}, r"num_experts_per_tok=5 exceeds num_experts=4"),
+        (MIXTRAL, {"num_local_experts": 0}, r"num_experts=0"),
+        (MIXTRAL, {"num_experts_per_tok": "2"}, r"num_experts_per_tok='2'"),
+        (MIXTRAL, {"sliding_window": 4096}, r"sliding_window=4096"),
+        (MIXTRAL, {"num_experts": 8}, r"num_experts=8 differs from num_local_experts=4"),
+        (QWEN3_MOE, {"num_experts": None}, r"num_experts=None"),
+        (QWEN3_MOE, {"num_experts": [8], "num_local_experts": 8}, r"num_experts=\[8\] differs"),
+        (QWEN3_MOE, {"moe_intermediate_size": None}, r"moe_intermediate_size=None"),
+        (QWEN3_MOE, {"moe_intermediate_size": 0}, r"moe_intermediate_size=0"),
+        (QWEN3_MOE, {"norm_topk_prob": "yes"}, r"norm_topk_prob='yes'"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, r"decoder_sparse_step=0"),
+        (QWEN3_MOE, {"mlp_only_layers": [4]}, r"mlp_only_layers=\[4\] names layer 4, outside 0\.\.3"),
+        (QWEN3_MOE, {"mlp_only_layers": "0"}, r"mlp_only_layers='0'"),
+        (QWEN3_MOE, {"shared_expert_intermediate_size": 32}, r"shared experts \(32\)"),
+    ],
+)
+def test_refused_expert_settings(base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_hf({**base, **changes})

@@ -130,6 +130,7 @@ def topology_of(args: EngineArgs) -> Topology:
         data_parallel_size=args.data_parallel_size,
         tensor_parallel_size=args.tensor_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
+        all2all_backend=args.all2all_backend,
     )
 
 
@@ -234,7 +235,7 @@ def _build_proposer(
         Path(config.drafter_path),
         target_config=loaded.config,
         embed_weight=loaded.model.embed_tokens.weight,
-        lm_head_weight=loaded.model.lm_head.weight,
+        lm_head_weight=loaded.model.lm_head.whole_weight(),
         parallel=parallel,
         dtype=config.dtype,
         device=str(device),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import DrafterConfig, ModelConfig
+from outrider.config import All2AllBackend, DrafterConfig, ModelConfig
 from outrider.errors import ConfigError
 
 
@@ -20,8 +20,14 @@ class Topology:
     data_parallel_size: int
     tensor_parallel_size: int
     enable_expert_parallel: bool
+    all2all_backend: All2AllBackend = "allgather_reducescatter"  # how rows reach experts on other ranks
 
     def __post_init__(self) -> None:
+        if self.all2all_backend == "alltoall" and not self.enable_expert_parallel:
+            raise ConfigError(
+                "all2all_backend='alltoall' needs enable_expert_parallel: it sends rows to the ranks that hold whole "
+                "experts, and without expert parallelism every rank holds a slice of all"
+            )
         for name in ("data_parallel_size", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -55,7 +61,9 @@ class Topology:
 
     def check_target(self, config: ModelConfig) -> None:
         """Refuse, by name, every shape of the target that these ranks do not divide."""
-        for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
+        all_sparse = config.moe is not None and all(config.moe.sparse_layers)
+        dense = () if all_sparse else ("intermediate_size",)
+        for name in ("num_heads", "num_kv_heads", *dense, "vocab_size"):
             _require_divides("tensor_parallel_size", self.tensor_parallel_size, name, getattr(config, name))
         self._check_experts(config, "the target")
 
