@@ -143,4 +143,5 @@ def test_a_capture_has_the_extents_of_the_steps_it_serves(kind: PassKind, width:
     for name in ("kind", "width", "tier", "padded_requests", "padded_tokens", "padding_mode"):
         assert getattr(captured, name) == getattr(served, name), name
     assert captured.width == width
-    assert not any(count.value for count in (*captured.requests, *captured.tokens))
+    assert not any(count.value for count in captured.requests)
+    assert not any(count.value for count in captured.tokens)

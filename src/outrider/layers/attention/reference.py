@@ -99,7 +99,8 @@ class ReferenceAttention:
 
     def _causal_groups(self, metadata: CausalMetadata) -> list[_Group]:
         starts, lengths = metadata.query_start_loc_R1.tolist(), metadata.seq_lens_R.tolist()
-        tables_RB, kv_block_size = metadata.block_tables_RB, metadata.kv_block_size
+        kv_block_size = metadata.kv_block_size
+        tables_RB = _reached(metadata.block_tables_RB, lengths, kv_block_size)
         key = ("causal", starts, lengths, kv_block_size)
         if not self._plan.is_for(key, tables_RB):
             self._plan = _Plan(key, tables_RB.clone(), _plan_causal(starts, lengths, tables_RB, kv_block_size))
@@ -107,12 +108,18 @@ class ReferenceAttention:
 
     def _block_groups(self, metadata: BlockMetadata) -> list[_Group]:
         contexts, width = metadata.context_lens_R.tolist(), metadata.block_width
-        tables_RB, kv_block_size = metadata.block_tables_RB, metadata.kv_block_size
+        kv_block_size = metadata.kv_block_size
+        tables_RB = _reached(metadata.block_tables_RB, contexts, kv_block_size)
         key = ("block", contexts, width, kv_block_size)
         if not self._plan.is_for(key, tables_RB):
             groups = _plan_block(contexts, tables_RB, kv_block_size=kv_block_size, width=width)
             self._plan = _Plan(key, tables_RB.clone(), groups)
         return self._plan.groups
+
+
+def _reached(block_tables_RB: Tensor, lengths: list[int], kv_block_size: int) -> Tensor:
+    """The columns that any length reaches: static tables are as wide as the context limit, and are compared."""
+    return block_tables_RB[:, : -(-max(lengths, default=0) // kv_block_size)]
 
 
 def _gather(rows_XHD: Tensor, index_RS: Tensor) -> Tensor:
