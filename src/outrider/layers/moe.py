@@ -51,27 +51,27 @@ class StackedExperts(nn.Module):
 
     def views_of(self, module_name: str, parameter_name: str, parameter: Tensor) -> dict[str, CheckpointView]:
         """A checkpoint has three matrices for every expert, those held elsewhere included."""
-        placement, whole, hidden = self.placement, self.intermediate_size, self.down_proj.shape[1]
-        inner, columns = placement.intermediate_size, slice(placement.intermediate_start, placement.intermediate_stop)
+        matrices = ("down_proj",) if parameter_name == "down_proj" else ("gate_proj", "up_proj")
         views = {}
-        for expert in range(placement.num_experts):
-            local = expert - placement.first_expert
-            held = 0 <= local < placement.num_local_experts
-            if parameter_name == "down_proj":
-                shape, part = (hidden, whole), (slice(None), columns)
-                matrices = {"down_proj": parameter[local] if held else None}
-            else:
-                shape, part = (whole, hidden), (columns,)
-                gate_up = parameter[local].split(inner) if held else (None, None)
-                matrices = dict(zip(("gate_proj", "up_proj"), gate_up, strict=True))
-            for matrix, tensor in matrices.items():
-                view = (
-                    CheckpointView(tensor=parameter.new_empty(0, 0), shape=shape, part=(slice(0), slice(0)))
-                    if tensor is None
-                    else CheckpointView(tensor=tensor, shape=shape, part=part)
+        for expert in range(self.placement.num_experts):
+            for i, matrix in enumerate(matrices):
+                name = join_names(module_name, str(expert), matrix, "weight")
+                views[name] = self._view(
+                    parameter, expert - self.placement.first_expert, i, is_down=matrix == "down_proj"
                 )
-                views[join_names(module_name, str(expert), matrix, "weight")] = view
         return views
+
+    def _view(self, parameter: Tensor, local_expert: int, index: int, *, is_down: bool) -> CheckpointView:
+        """Of the ``index``-th matrix that ``parameter`` stacks for an expert."""
+        whole, hidden, inner = self.intermediate_size, self.down_proj.shape[1], self.placement.intermediate_size
+        columns = slice(self.placement.intermediate_start, self.placement.intermediate_stop)
+        shape = (hidden, whole) if is_down else (whole, hidden)
+        if not 0 <= local_expert < self.placement.num_local_experts:
+            return CheckpointView(tensor=parameter.new_empty(0, 0), shape=shape, part=(slice(0, 0), slice(0, 0)))
+        if is_down:
+            return CheckpointView(tensor=parameter[local_expert], shape=shape, part=(slice(None), columns))
+        rows = slice(index * inner, (index + 1) * inner)
+        return CheckpointView(tensor=parameter[local_expert, rows], shape=shape, part=(columns,))
 
     def forward(self, x_MD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """This rank's part of the weighted sum, [M, D], and how many rows each expert here computed, int64 [E]."""
