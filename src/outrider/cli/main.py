@@ -31,6 +31,7 @@ VERBS: dict[str, Verb] = {
     "bench": Verb("outrider.cli.bench", "bench_app", "Measure latency, throughput or acceptance."),
     "train": Verb("outrider.cli.train", "train_command", "Train a DSpark drafter for a model."),
     "inspect": Verb("outrider.cli.inspect", "inspect_command", "Print what is understood of a checkpoint."),
+    "explain": Verb("outrider.cli.explain", "explain_command", "Print what every rank runs in a step, and why."),
 }
 
 
