@@ -15,6 +15,7 @@ drafter (7 draft tokens, Markov rank 16) that taps target layers 0 and 2.
     PERFECT  Markov-only drafter that always proposes CYCLE's token;  WRONG never does;
     HALF     is right except after a token at orbit index 3 mod 4
     CONTEXT  drafter of LAYERED that knows nothing but what attention finds ``lookback`` positions back in the features
+    MOE      random Qwen3-MoE target (8 experts, 2 a token, first layer dense) and drafter, both with uneven routers
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ GAMMA = 7
 MARKOV_RANK = 16
 TARGET_LAYER_IDS = (0, 2)
 ROPE_THETA = 10000.0
+MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 MAX_POSITIONS = 1024
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n{}[]\":,.-_'!?()+*/=<>|\\"
@@ -136,6 +144,19 @@ def make_rand_target(path: Path, *, seed: int = 3) -> Path:
     return write_target(path, _random_target_tensors(seed=seed))
 
 
+def make_moe_target(path: Path, *, seed: int = 9, **config_changes: Any) -> Path:
+    """MOE: as RAND, with experts in all layers but the first; some are chosen far more often than others."""
+    moe: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **MOE,
+        "mlp_only_layers": [0],
+    }
+    tensors = _random_target_tensors(seed=seed)
+    _replace_mlps(tensors, range(1, LAYERS), prefix="model.", seed=seed)
+    return write_target(path, tensors, **{**moe, **config_changes})
+
+
 def make_fixed_target(path: Path, *, probabilities: Mapping[int, float], floor_logit: float = -30.0) -> Path:
     """FIXED: the logits are log p of ``probabilities`` at every position, ``floor_logit`` on every other token."""
     tensors = _random_target_tensors(seed=4)
@@ -222,6 +243,14 @@ def make_half_drafter(path: Path, **config_changes: Any) -> Path:
 def make_random_drafter(path: Path, *, seed: int = 5, **config_changes: Any) -> Path:
     config = drafter_config(**config_changes)
     return write_checkpoint(path, config, random_drafter_tensors(config, seed=seed))
+
+
+def make_moe_drafter(path: Path, *, seed: int = 10, **config_changes: Any) -> Path:
+    """MOE: as RAND, with experts in both layers, so that a draft pass needs all ranks."""
+    config = drafter_config(**{"model_type": "qwen3_moe", **MOE, **config_changes})
+    tensors = random_drafter_tensors(config, seed=seed)
+    _replace_mlps(tensors, range(DRAFT_LAYERS), prefix="", seed=seed)
+    return write_checkpoint(path, config, tensors)
 
 
 def make_fixed_drafter(path: Path, *, probabilities: Mapping[int, float], floor_logit: float = -30.0) -> Path:
@@ -424,6 +453,24 @@ def _layer_tensors(layer: int, generator: torch.Generator) -> TensorDict:
         prefix + "mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
         prefix + "mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
     }
+
+
+def _replace_mlps(tensors: TensorDict, layers: Sequence[int], *, prefix: str, seed: int) -> None:
+    """Experts and routers instead of the MLPs of ``layers``; the router's rows grow, so that late experts win often."""
+    generator = torch.Generator().manual_seed(seed)
+    experts, inner = MOE["num_experts"], MOE["moe_intermediate_size"]
+    for layer in layers:
+        mlp = f"{prefix}layers.{layer}.mlp."
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            del tensors[f"{mlp}{name}.weight"]
+        router = torch.randn(experts, HIDDEN, generator=generator) / math.sqrt(HIDDEN)
+        tensors[mlp + "gate.weight"] = router * torch.linspace(0.5, 3.0, experts)[:, None]
+        for expert in range(experts):
+            for name, rows, columns in (
+                ("gate_proj", inner, HIDDEN), ("up_proj", inner, HIDDEN), ("down_proj", HIDDEN, inner),
+            ):  # fmt: skip
+                weight = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+                tensors[f"{mlp}experts.{expert}.{name}.weight"] = weight
 
 
 def _permute(state: int) -> int:

@@ -174,7 +174,7 @@ def test_every_topology_gives_the_one_rank_result(dp: int, tp: int, mode: Mode) 
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_counts(data: st.DataObject) -> None:
     dp, tp = data.draw(st.sampled_from(TOPOLOGIES[:-1]))
     counts = data.draw(st.lists(st.integers(0, 9), min_size=dp, max_size=dp))

@@ -31,8 +31,8 @@ from outrider.models.drafter_checkpoint_tensors import (
     with_target_vocab,
 )
 from outrider.models.dspark import DSparkDrafter
-from outrider.models.weights import TORCH_DTYPES, check_size
-from outrider.models.weights_safetensors import iterate_safetensors, stored_bytes, tensor_headers
+from outrider.models.weights import TORCH_DTYPES, check_size, part_index
+from outrider.models.weights_safetensors import open_safetensors, stored_bytes, tensor_headers
 from outrider.parallel.state import SINGLE_RANK, ParallelState
 
 __all__ = [
@@ -124,10 +124,10 @@ def load_drafter(
     plan.raise_problems(source)
     config = with_target_vocab(own, target_config.vocab_size)
     card = read_card(directory)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in iterate_safetensors(directory)}
-    draft_to_target_V = _draft_to_target(tensors, config, source)
+    tables = _read(directory, (HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT))
+    draft_to_target_V = _draft_to_target(tables, config, source)
     if HEAD in plan.used:
-        head_VD = nn.Parameter(tensors[HEAD].to(lm_head_weight.device, TORCH_DTYPES[dtype]), requires_grad=False)
+        head_VD = nn.Parameter(tables[HEAD].to(lm_head_weight.device, TORCH_DTYPES[dtype]), requires_grad=False)
     elif DRAFT_TO_TARGET in plan.used:
         rows_VD = lm_head_weight.detach()[draft_to_target_V.to(lm_head_weight.device)]
         head_VD = nn.Parameter(rows_VD, requires_grad=False)
@@ -143,10 +143,16 @@ def load_drafter(
         dtype=TORCH_DTYPES[dtype],
         device=device,
     )
-    _fill(model, tensors, plan)
+    _fill(model, directory, plan)
     model.requires_grad_(False)
     model.eval()
     return LoadedDrafter(model=model, config=config, card=card, path=directory)
+
+
+def _read(directory: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Those of ``names`` that the checkpoint has, read whole."""
+    stored = ((name.removeprefix("model."), tensor) for name, tensor in open_safetensors(directory))
+    return {name: tensor[()] for name, tensor in stored if name in names}
 
 
 def _draft_to_target(tensors: dict[str, Tensor], config: DrafterConfig, source: str) -> Tensor:
@@ -173,10 +179,14 @@ def _draft_to_target(tensors: dict[str, Tensor], config: DrafterConfig, source: 
     return draft_to_target_V
 
 
-def _fill(model: DSparkDrafter, tensors: dict[str, Tensor], plan: TensorPlan) -> None:
+def _fill(model: DSparkDrafter, directory: Path, plan: TensorPlan) -> None:
+    """Every tensor that ``plan`` uses in the layers; experts that other ranks hold are not read."""
     views = checkpoint_views(model)
     own = {name: view for name, view in views.items() if name not in (EMBEDDING, HEAD)}
     assert own.keys() == plan.used.keys() - {HEAD, DRAFT_TO_TARGET}, sorted(own.keys() ^ plan.used.keys())
     with torch.no_grad():
-        for name, view in own.items():
-            view.copy_(tensors[name][: view.shape[0]])  # rows beyond are padding of the vocabulary
+        for stored_name, tensor in open_safetensors(directory):
+            view = own.get(stored_name.removeprefix("model."))
+            if view is not None and view.tensor.numel():
+                # By the view's own shape: rows beyond are padding of the vocabulary.
+                view.tensor.copy_(tensor[part_index(view.shape, view.part)])

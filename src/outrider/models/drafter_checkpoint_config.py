@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from outrider.config import DrafterConfig, MarkovHeadType, ModelConfig
+from outrider.config import DrafterConfig, MarkovHeadType, ModelConfig, MoEConfig
 from outrider.errors import CheckpointError, ConfigError
 from outrider.models.model_config import SUPPORTED_MODEL_TYPES, from_hf
 from outrider.models.source import read_json
 
 DrafterFormat = Literal["deepspec", "speculators", "specforge"]
+_LAYER_TYPES = ("llama", "qwen3", "qwen3_moe")
 _PREFIX = "dspark_"
 _NESTED = ("dflash_config", "dspark_config")
 
@@ -138,10 +139,9 @@ def _decoder(fields: _Fields) -> ModelConfig:
             raise ConfigError(f"transformer_layer_config={nested!r} must be an object")
         shape = {"model_type": "qwen3", **nested}
     model_type = shape.get("model_type")
-    if not isinstance(model_type, str) or model_type not in SUPPORTED_MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in _LAYER_TYPES:
         raise ConfigError(
-            f"model_type={model_type!r} of the draft layers is not supported; supported: "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"model_type={model_type!r} of the draft layers is not supported; supported: {', '.join(_LAYER_TYPES)}"
         )
     if fields.source_format == "speculators":
         shape = _with_class_defaults(shape)
@@ -298,17 +298,23 @@ def _decoder_to_json(decoder: ModelConfig) -> dict[str, Any]:
     assert decoder.attention_bias == decoder.attention_output_bias, "HF configs have one attention_bias"
     rope = dataclasses.asdict(decoder.rope)
     theta, rope_type = rope.pop("theta"), rope["rope_type"]
+    moe = decoder.moe
+    if moe is not None and not decoder.qk_norm:
+        raise ConfigError(
+            f"draft layers of {decoder.architecture} cannot be written; supported: {', '.join(_LAYER_TYPES)}"
+        )
     scaling = None if rope_type == "default" else {key: value for key, value in rope.items() if value}
     if scaling is not None:
         scaling["truncate"] = decoder.rope.truncate
     return {
-        "model_type": "qwen3" if decoder.qk_norm else "llama",
+        "model_type": "qwen3_moe" if moe else "qwen3" if decoder.qk_norm else "llama",
         "hidden_size": decoder.hidden_size,
         "num_hidden_layers": decoder.num_layers,
         "num_attention_heads": decoder.num_heads,
         "num_key_value_heads": decoder.num_kv_heads,
         "head_dim": decoder.head_dim,
         "intermediate_size": decoder.intermediate_size,
+        **(_moe_to_json(moe) if moe else {}),
         "vocab_size": decoder.vocab_size,
         "hidden_act": "silu",
         "rms_norm_eps": decoder.rms_norm_eps,
@@ -322,4 +328,15 @@ def _decoder_to_json(decoder: ModelConfig) -> dict[str, Any]:
         "layer_types": ["full_attention"] * decoder.num_layers,
         "bos_token_id": None if decoder.bos_token_id < 0 else decoder.bos_token_id,
         "eos_token_id": list(decoder.eos_token_ids),
+    }
+
+
+def _moe_to_json(moe: MoEConfig) -> dict[str, Any]:
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, sparse in enumerate(moe.sparse_layers) if not sparse],
     }

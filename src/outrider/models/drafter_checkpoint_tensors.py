@@ -12,10 +12,10 @@ A confidence head in the file that the config has switched off is unexpected: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from outrider.config import DrafterConfig
+from outrider.config import DrafterConfig, ModelConfig
 from outrider.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -76,7 +76,7 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Shape]:
         "norm.weight": (hidden,),
     }
     for layer in range(decoder.num_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_tensors(config).items()}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_tensors(decoder, layer).items()}
     if rank:
         shapes[_MARKOV_W1] = (decoder.vocab_size, rank)
         shapes[_MARKOV_W2] = (config.draft_vocab_size, rank)
@@ -90,9 +90,8 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_tensors(config: DrafterConfig) -> dict[str, Shape]:
-    decoder = config.decoder
-    hidden, inner = decoder.hidden_size, decoder.intermediate_size
+def _layer_tensors(decoder: ModelConfig, layer: int) -> dict[str, Shape]:
+    hidden = decoder.hidden_size
     query, kv = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
     shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     for name, rows, columns, bias in (
@@ -100,9 +99,7 @@ def _layer_tensors(config: DrafterConfig) -> dict[str, Shape]:
         ("self_attn.k_proj", kv, hidden, decoder.attention_bias),
         ("self_attn.v_proj", kv, hidden, decoder.attention_bias),
         ("self_attn.o_proj", hidden, query, decoder.attention_output_bias),
-        ("mlp.gate_proj", inner, hidden, decoder.mlp_bias),
-        ("mlp.up_proj", inner, hidden, decoder.mlp_bias),
-        ("mlp.down_proj", hidden, inner, decoder.mlp_bias),
+        *_mlp_matrices(decoder, layer),
     ):
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
@@ -110,6 +107,20 @@ def _layer_tensors(config: DrafterConfig) -> dict[str, Shape]:
     if decoder.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (decoder.head_dim,), "self_attn.k_norm.weight": (decoder.head_dim,)}
     return shapes
+
+
+def _mlp_matrices(decoder: ModelConfig, layer: int) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, rows, columns and bias of the layer's second half: one MLP, or a router and experts."""
+    hidden, moe = decoder.hidden_size, decoder.moe
+    if moe is not None and moe.sparse_layers[layer]:
+        yield "mlp.gate", moe.num_experts, hidden, False
+        places = [(f"mlp.experts.{expert}", moe.moe_intermediate_size, False) for expert in range(moe.num_experts)]
+    else:
+        places = [("mlp", decoder.intermediate_size, decoder.mlp_bias)]
+    for name, inner, bias in places:
+        yield f"{name}.gate_proj", inner, hidden, bias
+        yield f"{name}.up_proj", inner, hidden, bias
+        yield f"{name}.down_proj", hidden, inner, bias
 
 
 def _affine(name: str, rows: int, columns: int) -> dict[str, Shape]:

@@ -63,7 +63,7 @@ def load_weights(
             if bare_name.endswith("rotary_emb.inv_freq"):
                 continue
             if bare_name == "lm_head.weight" and bare_name not in views and "embed_tokens.weight" in views:
-                tied_head = tensor[_index(tensor.shape)]
+                tied_head = tensor[part_index(tensor.shape)]
                 continue
             for part in tensor_parts(bare_name, tensor.shape):
                 if part.name not in views:
@@ -87,10 +87,10 @@ def _fill(view: CheckpointView, stored: ReadableTensor, part: TensorPart, *, sho
         named = "" if part.origin is None else f", which gives {part.name!r} the shape {part.shape}"
         raise CheckpointError(f"{shown} has shape {tuple(stored.shape)}{named}, but the config asks for {view.shape}")
     if view.tensor.numel():
-        view.tensor.copy_(part.read(stored, _index(view.shape, view.part)))
+        view.tensor.copy_(part.read(stored, part_index(view.shape, view.part)))
 
 
-def _index(shape: Sequence[int], part: tuple[slice, ...] = ()) -> tuple[slice, ...]:
+def part_index(shape: Sequence[int], part: tuple[slice, ...] = ()) -> tuple[slice, ...]:
     """``part`` of a tensor of ``shape``, with a slice for every dimension and both its ends given."""
     given = (*part, *(slice(None) for _ in range(len(shape) - len(part))))
     return tuple(slice(*along.indices(size)[:2]) for along, size in zip(given, shape, strict=True))
