@@ -17,13 +17,16 @@ from outrider.config import ModelConfig
 from outrider.layers.attention.interface import CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
 from outrider.models.interface import DecoderOutput
+from outrider.models.native_decoder import NativeDecoder
 
 KV_BLOCK_SIZE = 4
 
 
-def make_pool(config: ModelConfig, *, num_blocks: int, dtype: torch.dtype = torch.float32) -> list[LayerKV]:
-    """NaN everywhere: whoever reads a slot that was not written shows it."""
-    shape = (num_blocks * KV_BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+def make_pool(
+    config: ModelConfig, *, num_blocks: int, dtype: torch.dtype = torch.float32, tp_size: int = 1
+) -> list[LayerKV]:
+    """NaN everywhere: whoever reads a slot that was not written shows it. Heads of one of ``tp_size`` ranks."""
+    shape = (num_blocks * KV_BLOCK_SIZE, config.num_kv_heads // tp_size, config.head_dim)
     return [
         LayerKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
         for _ in range(config.num_layers)
@@ -39,10 +42,10 @@ class PassResult:
 class PagedSequences:
     """Sequences that grow pass by pass."""
 
-    def __init__(self, model: Decoder, *, requests: int, max_len: int) -> None:
+    def __init__(self, model: Decoder | NativeDecoder, *, requests: int, max_len: int, tp_size: int = 1) -> None:
         self.model = model
         blocks = -(-max_len // KV_BLOCK_SIZE)
-        self.pool = make_pool(model.config, num_blocks=requests * blocks)
+        self.pool = make_pool(model.config, num_blocks=requests * blocks, tp_size=tp_size)
         order = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(11))
         self.tables_RB = order.view(requests, blocks).to(torch.int32)
         self.lengths = [0] * requests

@@ -165,7 +165,9 @@ class SimulatedCommunicator:
         # Ranks bring different numbers of rows: what must agree is the rest of the shape.
         call = f"{self._group}.all_to_all {_dtype(x)}{['rows', *x.shape[1:]]}"
         meeting = self._hub.meet(self._ranks, self._world_rank, call, x, counts)
-        return torch.cat([meeting.tensors[r].split(meeting.counts[r][0])[self.rank] for r in self._ranks])
+        return torch.cat(
+            [torch.split_with_sizes(meeting.tensors[r], meeting.counts[r][0])[self.rank] for r in self._ranks]
+        )
 
     def _meet(self, name: str, x: Tensor) -> list[Tensor]:
         call = f"{self._group}.{name} {_dtype(x)}{list(x.shape)}"
