@@ -96,10 +96,26 @@ class ReferenceDrafter:
             mixed = torch.einsum("hgp,phe->ghe", scores.softmax(-1), value).reshape(gamma, heads * size)
             hidden_GD = hidden_GD + mixed @ weights[attention + "o_proj.weight"].T
             normed_GD = self._norm(hidden_GD, prefix + "post_attention_layernorm.weight")
-            gate = torch.nn.functional.silu(normed_GD @ weights[prefix + "mlp.gate_proj.weight"].T)
-            up = normed_GD @ weights[prefix + "mlp.up_proj.weight"].T
-            hidden_GD = hidden_GD + (gate * up) @ weights[prefix + "mlp.down_proj.weight"].T
+            hidden_GD = hidden_GD + self._mlp(prefix + "mlp.", normed_GD)
         return self._norm(hidden_GD, "norm.weight")
+
+    def _mlp(self, prefix: str, normed_GD: Tensor) -> Tensor:
+        """SwiGLU, or where there is a router the weighted sum of those of each row's chosen experts."""
+        weights = self.tensors
+        if prefix + "gate.weight" not in weights:
+            return self._swiglu(prefix, normed_GD)
+        mixed_GD = torch.zeros_like(normed_GD)
+        for row, x_D in enumerate(normed_GD):
+            top = (weights[prefix + "gate.weight"] @ x_D).softmax(0).topk(self.config["num_experts_per_tok"])
+            share = top.values / top.values.sum() if self.config["norm_topk_prob"] else top.values
+            for expert, factor in zip(top.indices.tolist(), share, strict=True):
+                mixed_GD[row] += factor * self._swiglu(f"{prefix}experts.{expert}.", x_D)
+        return mixed_GD
+
+    def _swiglu(self, prefix: str, x: Tensor) -> Tensor:
+        gate = torch.nn.functional.silu(x @ self.tensors[prefix + "gate_proj.weight"].T)
+        up = x @ self.tensors[prefix + "up_proj.weight"].T
+        return (gate * up) @ self.tensors[prefix + "down_proj.weight"].T
 
     def propose(self, features_PF: Tensor, anchor: int) -> tuple[list[int], Tensor]:
         """Greedy drafts and the logits [G, V] they were taken from (vanilla, gated or rnn Markov head)."""
