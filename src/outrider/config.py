@@ -7,6 +7,7 @@ spells them. It resolves once, before weights load, to a frozen ``EngineConfig``
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from typing import Literal
 from outrider.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16"]
+QuantizationName = Literal["none", "int8", "int4"]
 ProposerName = Literal["none", "lookup", "dspark"]
 All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
@@ -163,6 +165,7 @@ class EngineArgs:
     prompt_lookup_min: int = 1
     draft_self_test: bool = True
     attention_backend: str = "auto"
+    quantization: Literal["auto", "none", "int8", "int4"] = "none"
     enforce_eager: bool | None = None
     mask_padded_tokens: Literal["auto", "on", "off"] = "auto"
     data_parallel_size: int = 1
@@ -178,6 +181,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         """Rules that need no checkpoint; the rest is checked by ``engine.setup`` before weights load."""
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _require_choice("quantization", self.quantization, ("auto", "none", "int8", "int4"))
         _require_choice("mask_padded_tokens", self.mask_padded_tokens, ("auto", "on", "off"))
         _require_choice("all2all_backend", self.all2all_backend, ("allgather_reducescatter", "alltoall"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size", "max_num_waiting",
@@ -236,6 +240,7 @@ class EngineConfig:
     prompt_lookup_min: int
     draft_self_test: bool
     attention_backend: str
+    quantization: QuantizationName
     enforce_eager: bool  # True: no tiers are captured
     mask_padded_tokens: bool  # padding rows go to no expert
 
@@ -248,6 +253,51 @@ def _require_at_least(name: str, value: int, least: int) -> None:
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What a launcher of processes, such as torchrun, says to each of them."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    hosts_store: bool  # the launcher's own rendezvous store listens there; else rank 0 is to host one
+
+
+def launcher_from_environment() -> Launcher | None:
+    """The launcher that started this process, if one did: torchrun's variables."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(name in os.environ for name in names):
+        return None
+    try:
+        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_PORT must be integers: {error}") from None
+    return Launcher(
+        rank=rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=os.environ["MASTER_ADDR"],
+        master_port=port,
+        hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def rank_environment(*, num_threads: int) -> dict[str, str]:
+    """The environment of a rank's process: this one's, its import path, and its share of the cores.
+
+    The rendezvous store is the starter's, so that no rank hosts one: torch learns that as under torchrun.
+    """
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def cache_dir() -> Path:

@@ -46,6 +46,7 @@ def settings(
         "kv_block_size": config.kv_block_size,
         "enable_prefix_caching": config.enable_prefix_caching,
         "attention_backend": config.attention_backend,
+        "quantization": config.quantization,
         "threads": torch.get_num_threads(),
         "torch_version": torch.__version__,
         "input_tokens": sum(len(request.token_ids) for request in requests),

@@ -37,6 +37,7 @@ HELP: dict[str, str] = {
     "prompt_lookup_min": "Shortest run of tokens that prompt lookup searches for.",
     "draft_self_test": "Hold the drafter against the figure stored beside it when it is loaded.",
     "attention_backend": "Attention implementation.",
+    "quantization": "Weights of compiled CPU passes: none (torch), int8, int4, or auto (the best that loses nothing).",
     "enforce_eager": "Capture no tiers; by default so on a CPU, where they only pad, and not on accelerators.",
     "mask_padded_tokens": "Keep padding rows from experts: auto (with expert parallelism over ranks), on or off.",
     "data_parallel_size": "Ranks with requests of their own; limits such as max-num-seqs are per such rank.",

@@ -12,21 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from outrider.batch.tiers import capture_sizes
 from outrider.config import DrafterConfig, DTypeName, EngineArgs, EngineConfig, ModelConfig, ProposerName
 from outrider.engine.agreement import StepAgreement
 from outrider.engine.capture import capture_tiers
 from outrider.engine.engine_core import EngineCore
+from outrider.engine.quantization import quantised_target, resolve_quantization
 from outrider.engine.self_test import run_self_test
 from outrider.errors import ConfigError
 from outrider.kv_cache.manager import KVCacheManager
 from outrider.layers.attention.interface import LayerKV
 from outrider.layers.attention.registry import get_attention_backend
+from outrider.layers.moe import ExpertLoad
 from outrider.logger import get_logger
 from outrider.models.describe import ModelDescription, describe_model
-from outrider.models.drafter_card import DrafterCard
 from outrider.models.drafter_checkpoint import (
+    LoadedDrafter,
     check_against_target,
     check_num_speculative_tokens,
     load_drafter,
@@ -74,6 +77,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     if wanted_len > limit:
         raise ConfigError(f"max_model_len={wanted_len} exceeds the model's max_position_embeddings={limit}")
     get_attention_backend(args.attention_backend)
+    quantization = resolve_quantization(args, model)
     path, drafters = _choose_drafter(args, model)
     for drafter in drafters:
         topology.check_drafter(drafter)
@@ -118,6 +122,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         prompt_lookup_min=args.prompt_lookup_min,
         draft_self_test=args.draft_self_test,
         attention_backend=args.attention_backend,
+        quantization=quantization,
         enforce_eager=_enforce_eager(args, DEVICE),
         mask_padded_tokens=_mask_padded_tokens(args, topology),
     )
@@ -161,9 +166,10 @@ def build_engine(
     )
     graphs: GraphRunner = EagerRunner() if config.enforce_eager else StaticRunner(capture_sizes(config.max_num_seqs))
     logger.info(resolved.layout.describe())
-    proposer, cards = _build_proposer(resolved, loaded, builder, graphs, device, parallel)
+    proposer, drafters = _build_proposer(resolved, loaded, builder, graphs, device, parallel)
+    target_model = quantised_target(loaded.model, config.quantization)
     runner = ModelRunner(
-        target=loaded.model,
+        target=target_model,
         kv_caches=allocate_kv(
             _kv_share(resolved.model.config, resolved.topology), resolved.layout, dtype=config.dtype, device=device
         ),
@@ -179,6 +185,9 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
     )
 
+    models: dict[str, nn.Module] = {"target": target_model}
+    models.update(("drafter", drafter.model) for drafter in drafters)
+
     def new_core() -> EngineCore:
         return EngineCore(
             config=config,
@@ -188,14 +197,15 @@ def build_engine(
             proposer=proposer,
             graphs=graphs,
             agreement=StepAgreement(parallel.attn_dp),
+            expert_load=ExpertLoad(models),
             tokenizer=loaded.tokenizer,
             vocab_size=loaded.config.vocab_size,
             eos_token_ids=loaded.config.eos_token_ids,
         )
 
     if config.draft_self_test:
-        for drafter, card in zip(resolved.drafters, cards, strict=True):
-            run_self_test(new_core(), card, num_speculative_tokens=drafter.num_speculative_tokens)
+        for drafter in drafters:
+            run_self_test(new_core(), drafter.card, num_speculative_tokens=drafter.config.num_speculative_tokens)
     return new_core()
 
 
@@ -220,7 +230,8 @@ def _build_proposer(
     graphs: GraphRunner,
     device: torch.device,
     parallel: ParallelState,
-) -> tuple[Proposer, tuple[DrafterCard, ...]]:
+) -> tuple[Proposer, tuple[LoadedDrafter, ...]]:
+    """And the drafter it uses, if it uses one."""
     config = resolved.config
     if config.proposer == "none":
         return NoProposer(), ()
@@ -250,7 +261,7 @@ def _build_proposer(
         builder=builder,
         graphs=graphs,
     )
-    return proposer, (drafter.card,)
+    return proposer, (drafter,)
 
 
 def _enforce_eager(args: EngineArgs, device: torch.device) -> bool:

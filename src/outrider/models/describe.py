@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.config import DTypeName, ModelConfig
+from outrider.config import DTypeName, ModelConfig, QuantizationName
 from outrider.models.gguf_file import GGUFFile
 from outrider.models.model_config import from_gguf
 from outrider.models.source import directory_config, read_json, resolve_model
+from outrider.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,13 @@ class ModelDescription:
     path: Path
     config: ModelConfig
     dtype: DTypeName  # what ``--dtype auto`` means for it
+    quantization: QuantizationName  # what ``--quantization auto`` means for it, where kernels are at hand
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer alone, for a process that holds no weights."""
+        if self.path.is_dir():
+            return Tokenizer.from_directory(self.path, eos_token_ids=self.config.eos_token_ids)
+        return Tokenizer.from_gguf(GGUFFile(self.path).metadata, eos_token_ids=self.config.eos_token_ids)
 
 
 def describe_model(name_or_path: str) -> ModelDescription:
@@ -29,7 +37,13 @@ def describe_model(name_or_path: str) -> ModelDescription:
     if not path.is_dir():
         file = GGUFFile(path)
         config = from_gguf(file.metadata, file.tensor_shapes)
-        return ModelDescription(name=name_or_path, path=path, config=config, dtype="float32")
+        return ModelDescription(
+            name=name_or_path,
+            path=path,
+            config=config,
+            dtype="float32",
+            quantization="int4" if _layers_are_4_bit(file) else "int8",
+        )
     raw = read_json(path / "config.json")
     said = raw.get("dtype", raw.get("torch_dtype"))
     return ModelDescription(
@@ -37,4 +51,11 @@ def describe_model(name_or_path: str) -> ModelDescription:
         path=path,
         config=directory_config(path, raw),
         dtype="bfloat16" if said == "bfloat16" else "float32",
+        quantization="int8",
     )
+
+
+def _layers_are_4_bit(file: GGUFFile) -> bool:
+    """Every matrix of every layer lies on a grid of 16 values per group of 32, which 4-bit packing keeps exactly."""
+    matrices = [tensor for tensor in file.headers if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
+    return bool(matrices) and all(tensor.type_.name in ("Q4_0", "Q4_1") for tensor in matrices)

@@ -1,0 +1,51 @@
+"""What ``--quantization`` means: which weights run in compiled passes, and what is refused by name.
+
+``none`` runs the torch modules. ``int8`` and ``int4`` pack the layers of target and drafter for the compiled kernels
+(the LM head is int8 in both). ``auto`` chooses them where this machine can build them and the model is covered: int4
+for a GGUF file whose layers are 4-bit already, which loses nothing, int8 for everything else.
+"""
+
+from __future__ import annotations
+
+from outrider.config import EngineArgs, QuantizationName
+from outrider.errors import ConfigError
+from outrider.models.decoder import Decoder
+from outrider.models.describe import ModelDescription
+from outrider.models.native_decoder import NativeDecoder
+from outrider.models.native_stack import require_native
+from outrider.ops.native_kernels import Kernels, load_kernels
+
+
+def resolve_quantization(args: EngineArgs, model: ModelDescription) -> QuantizationName:
+    """Raises ConfigError for a quantization that cannot run here; ``auto`` is then ``none``."""
+    if args.quantization == "none":
+        return "none"
+    wanted: QuantizationName = model.quantization if args.quantization == "auto" else args.quantization
+    try:
+        if args.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"quantization={wanted!r} shares no layer between ranks; it needs tensor_parallel_size=1, not "
+                f"{args.tensor_parallel_size}"
+            )
+        require_native(model.config, quantization=wanted, what="model")
+        if load_kernels() is None:
+            raise ConfigError(f"quantization={wanted!r} needs a C++ compiler (g++ or clang++) that builds its kernels")
+    except ConfigError:
+        if args.quantization == "auto":
+            return "none"
+        raise
+    return wanted
+
+
+def required_kernels() -> Kernels:
+    """Those that ``resolve_quantization`` found."""
+    kernels = load_kernels()
+    assert kernels is not None, "a quantization was resolved without kernels"
+    return kernels
+
+
+def quantised_target(model: Decoder, quantization: QuantizationName) -> Decoder | NativeDecoder:
+    """``model`` itself without a quantization."""
+    if quantization == "none":
+        return model
+    return NativeDecoder(required_kernels(), model, quantization=quantization)

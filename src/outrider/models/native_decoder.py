@@ -1,0 +1,101 @@
+"""The target in compiled passes: a ``TargetModel`` made from a loaded ``Decoder``, with quantised weights.
+
+A pass is one call into C++ (``ops/native/decoder.cpp``): residual stream and taps are fp32, matrix products run in
+int8 with exact integer groups, and a row's result is bitwise the same whatever else is in the pass. Embedding and LM
+head stay reachable in their loaded form, since drafters share them; the layers' own weights are not kept.
+
+Shape legend: as ``models/interface.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outrider.batch.expert_metadata import ExpertMetadata
+from outrider.config import QuantizationName
+from outrider.layers.attention.interface import CausalMetadata, LayerKV
+from outrider.models.decoder import Decoder, DecoderLayer
+from outrider.models.interface import DecoderOutput
+from outrider.models.native_stack import NativeStack, layer_format
+from outrider.ops.native_kernels import Kernels, PassStruct, address
+from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
+
+
+class NativeDecoder(nn.Module):
+    """See the module docstring."""
+
+    crosses_dp_ranks = False  # dense layers only
+
+    def __init__(self, kernels: Kernels, decoder: Decoder, *, quantization: QuantizationName) -> None:
+        super().__init__()
+        layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        self.config = decoder.config
+        self.embed_tokens = decoder.embed_tokens
+        self.lm_head = decoder.lm_head
+        self._kernels = kernels
+        self._stack = NativeStack(
+            kernels,
+            decoder.config,
+            layers,
+            decoder.norm,
+            decoder.rotary,
+            weight_format=layer_format(quantization),
+            context=False,
+        )
+        self._head = PackedMatrix.pack(
+            kernels, decoder.lm_head.weight.data, None, weight_format=WeightFormat.INT8, name="lm_head"
+        )
+
+    def forward(
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        kv_caches: Sequence[LayerKV],
+        metadata: CausalMetadata,
+        tap_layer_ids: tuple[int, ...],
+        experts: ExpertMetadata,
+    ) -> DecoderOutput:
+        """Padding rows are not computed: their hidden states and taps are zero."""
+        rows, hidden = token_ids_N.shape[0], self.config.hidden_size
+        output = DecoderOutput(
+            hidden_ND=torch.zeros(rows, hidden), taps_NF=torch.zeros(rows, len(tap_layer_ids) * hidden)
+        )
+        tap_layers = torch.tensor(tap_layer_ids, dtype=torch.int32)
+        caches, kv_is_bf16 = self._stack.caches(kv_caches)
+        tables = self._stack.rotary
+        tables.cover(metadata.max_seq_len)
+        embedding = self.embed_tokens.weight
+        in_bf16 = embedding.dtype == torch.bfloat16
+        arguments = PassStruct(
+            embedding=None if in_bf16 else address(embedding, torch.float32),
+            embedding_bf16=address(embedding, torch.bfloat16) if in_bf16 else None,
+            token_ids=address(token_ids_N, torch.int64),
+            positions=address(positions_N, torch.int64),
+            cos=address(tables.cos_PE, torch.float32),
+            sin=address(tables.sin_PE, torch.float32),
+            caches=caches,
+            slots=address(metadata.slot_mapping_N, torch.int64),
+            starts=address(metadata.query_start_loc_R1, torch.int32),
+            lengths=address(metadata.seq_lens_R, torch.int32),
+            tables=address(metadata.block_tables_RB, torch.int32),
+            tap_layers=address(tap_layers, torch.int32),
+            taps=address(output.taps_NF, torch.float32),
+            hidden=address(output.hidden_ND, torch.float32),
+            rows=rows,
+            requests=metadata.seq_lens_R.shape[0],
+            table_width=metadata.block_tables_RB.shape[1],
+            block_size=metadata.kv_block_size,
+            num_taps=len(tap_layer_ids),
+            kv_is_bf16=kv_is_bf16,
+            vocab_size=embedding.shape[0],
+            num_positions=tables.cos_PE.shape[0],
+        )
+        self._kernels.run_pass(self._stack.struct, arguments)
+        return output
+
+    def compute_logits(self, hidden_KD: Tensor) -> Tensor:
+        """fp32 [K, V]."""
+        return self._head.linear(self._kernels, hidden_KD)

@@ -1,0 +1,169 @@
+"""Decoder layers in the form the compiled passes read, for target and drafter alike.
+
+``NativeStack`` packs the weights of ``DecoderLayer`` modules once and keeps everything that the C structs point to.
+It covers dense layers on one rank; what it does not cover is refused by ``require_native`` while the configuration is
+resolved.
+
+Shape legend: N rows, E half a head's dimension, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.config import ModelConfig, QuantizationName
+from outrider.errors import ConfigError
+from outrider.layers.attention.interface import LayerKV
+from outrider.layers.linear import Linear
+from outrider.layers.mlp import SwiGLU
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import RotaryEmbedding
+from outrider.models.decoder import DecoderLayer
+from outrider.ops.native_kernels import (
+    CacheStruct,
+    DecoderStruct,
+    Kernels,
+    LayerStruct,
+    address,
+)
+from outrider.ops.packed_matrix import GROUP, PackedMatrix, WeightFormat
+
+_LARGEST_HEAD = 512  # what a buffer on the kernels' stack holds
+_TABLE_STEP = 1024  # positions the rotary tables grow by
+
+
+def require_native(config: ModelConfig, *, quantization: QuantizationName, what: str) -> None:
+    """Refuse, by name, a model that the kernels do not cover. ``what``: "model" or "drafter"."""
+    if config.moe is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} covers dense layers only; the {what} has {config.moe.num_experts} experts. "
+            "Use quantization='none'"
+        )
+    if config.head_dim > _LARGEST_HEAD:
+        raise ConfigError(
+            f"quantization={quantization!r} covers heads of at most {_LARGEST_HEAD}; the {what} has "
+            f"head_dim={config.head_dim}"
+        )
+
+
+def layer_format(quantization: QuantizationName) -> WeightFormat:
+    """Of the matrices in layers; the LM head is always int8, as in the files that 4-bit layers come from."""
+    return WeightFormat.INT4 if quantization == "int4" else WeightFormat.INT8
+
+
+class RotaryTables:
+    """cos and sin by position, fp32 [P, E], computed once in steps of whole ranges.
+
+    A row's phase must not depend on which rows share the pass; vectorised library functions give that only where the
+    same element is computed in the same place, so every position is computed once.
+    """
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        self._rotary = rotary
+        empty = torch.empty(0, rotary.head_dim // 2)
+        self.cos_PE, self.sin_PE = empty, empty
+
+    def cover(self, length: int) -> None:
+        """Grow to at least ``length`` positions."""
+        while self.cos_PE.shape[0] < length:
+            start = self.cos_PE.shape[0]
+            phase = self._rotary(torch.arange(start, start + _TABLE_STEP))
+            self.cos_PE = torch.cat((self.cos_PE, phase.cos_NE)).contiguous()
+            self.sin_PE = torch.cat((self.sin_PE, phase.sin_NE)).contiguous()
+
+
+class NativeStack:
+    """Packed layers and final norm. ``context``: k and v are packed a second time, alone, for a drafter's context."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        config: ModelConfig,
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm,
+        rotary: RotaryEmbedding,
+        *,
+        weight_format: WeightFormat,
+        context: bool,
+    ) -> None:
+        self.kernels = kernels
+        self.config = config
+        self.rotary = RotaryTables(rotary)
+        self._weight_format = weight_format
+        self._kept: list[PackedMatrix | Tensor] = []
+        self._caches: Sequence[LayerKV] = ()
+        self._cache_structs = (CacheStruct * len(layers))()
+        self._layers = (LayerStruct * len(layers))()
+        for index, (struct, layer) in enumerate(zip(self._layers, layers, strict=True)):
+            self._fill(struct, layer, context=context, name=f"layers.{index}")
+        self.struct = DecoderStruct(
+            layers=self._layers,
+            final_norm=self.padded_vector(norm.weight),
+            num_layers=len(layers),
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+        )
+
+    def packed(self, linear: Linear, name: str, order: Sequence[int] | None = None) -> PackedMatrix:
+        matrix = PackedMatrix.pack(
+            self.kernels, linear.weight.data, linear.bias, weight_format=self._weight_format, name=name, order=order
+        )
+        self._kept.append(matrix)
+        return matrix
+
+    def padded_vector(self, weight: Tensor) -> int:
+        """Address of a norm's weights in fp32, padded with zeros to whole groups."""
+        vector = F.pad(weight.data.float(), (0, -weight.numel() % GROUP)).contiguous()
+        self._kept.append(vector)
+        return address(vector, torch.float32)
+
+    def _fill(self, struct: LayerStruct, layer: DecoderLayer, *, context: bool, name: str) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, SwiGLU), f"{name}: {type(mlp).__name__} is no dense MLP"
+        struct.qkv = self.packed(attention.qkv_proj, f"{name}.self_attn.qkv_proj").struct
+        struct.output = self.packed(attention.o_proj, f"{name}.self_attn.o_proj").struct
+        inner = mlp.down_proj.weight.shape[1]
+        struct.gate_up = self.packed(mlp.gate_up_proj, f"{name}.mlp.gate_up_proj", gate_up_order(inner)).struct
+        struct.down = self.packed(mlp.down_proj, f"{name}.mlp.down_proj").struct
+        if context:
+            rows = attention.qkv_proj.weight.shape[0]
+            first = attention.num_heads * attention.head_dim
+            key_value = self.packed(attention.qkv_proj, f"{name}.self_attn.kv_proj", range(first, rows))
+            struct.key_value = key_value.struct
+        struct.input_norm = self.padded_vector(layer.input_layernorm.weight)
+        struct.post_norm = self.padded_vector(layer.post_attention_layernorm.weight)
+        for field, head_norm in (("query_norm", attention.q_norm), ("key_norm", attention.k_norm)):
+            if isinstance(head_norm, RMSNorm):
+                setattr(struct, field, self.padded_vector(head_norm.weight))
+
+    def caches(self, kv_caches: Sequence[LayerKV]) -> tuple[object, bool]:
+        """The structs of these pools, and whether they hold bfloat16. Filled anew only for other pools."""
+        if kv_caches is not self._caches:
+            assert len(kv_caches) == len(self._layers), f"{len(kv_caches)} caches for {len(self._layers)} layers"
+            shape = (self.config.num_kv_heads, self.config.head_dim)
+            for struct, kv in zip(self._cache_structs, kv_caches, strict=True):
+                assert kv.key_SHD.shape[1:] == kv.value_SHD.shape[1:] == shape, f"a pool of {kv.key_SHD.shape}"
+                assert kv.key_SHD.dtype == kv_caches[0].key_SHD.dtype, "pools of several types"
+                struct.key = address(kv.key_SHD, torch.float32, torch.bfloat16)
+                struct.value = address(kv.value_SHD, kv.key_SHD.dtype)
+            self._caches = kv_caches
+        return self._cache_structs, kv_caches[0].key_SHD.dtype == torch.bfloat16
+
+
+def gate_up_order(inner: int) -> list[int]:
+    """Rows of a merged [gate; up] weight by panels of 16 in the order gate, up, gate, up; -1 beyond ``inner``."""
+    order = []
+    for start in range(0, -(-inner // GROUP) * GROUP, 16):
+        rows = [row if row < inner else -1 for row in range(start, start + 16)]
+        order += rows
+        order += [row if row < 0 else row + inner for row in rows]
+    return order

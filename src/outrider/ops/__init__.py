@@ -1,0 +1,1 @@
+"""Kernels: C++ beside the Python that builds, loads and calls them."""

@@ -1,0 +1,417 @@
+// Whole passes through stacks of decoder layers, behind a C interface. ops/native_lib.py mirrors every struct here.
+//
+// One call is one pass: activations stay fp32 between matrix products, and no product, norm or softmax of a row looks at
+// another row of the pass, so a row's result is bitwise the same in any company. One pass runs at a time per process.
+//
+// Legend: rows of a pass N, hidden size D, heads Hq and Hkv of size E, inner size I of the MLP. Buffers of rows are padded
+// to whole groups with zeros.
+#include <mutex>
+
+#include "attention.h"
+#include "gemm.h"
+#include "pack.h"
+
+using namespace outrider;
+
+extern "C" {
+
+struct Layer {
+  Matrix qkv, output, gate_up, down;  // gate_up: panels in the order gate, up, gate, up, ...
+  Matrix key_value;                   // k and v rows of qkv alone, for a drafter's context; data null elsewhere
+  const float *input_norm, *post_norm, *query_norm, *key_norm;  // padded with zeros; the last two null without q/k norms
+};
+
+struct Decoder {
+  const Layer* layers;
+  const float* final_norm;
+  int32_t num_layers, hidden, heads, kv_heads, head_dim, inner;
+  float eps, scale;
+};
+
+struct Cache {  // one layer's pool [S, Hkv, E], fp32 or bf16
+  void *key, *value;
+};
+
+struct Pass {
+  const float* embedding;           // fp32 [V, D], or
+  const uint16_t* embedding_bf16;   // bf16
+  const int64_t* token_ids;         // [N]
+  const int64_t* positions;         // [N]
+  const float *cos, *sin;           // [positions, E / 2]
+  const Cache* caches;              // [num_layers]
+  const int64_t* slots;             // [N]; null: a drafter's block, whose keys and values never enter the pool
+  const int32_t* starts;            // [R + 1], each request's first row
+  const int32_t* lengths;           // [R]: causal the positions of the last row and before; block the context's
+  const int32_t* tables;            // [R, table_width]
+  const int32_t* tap_layers;        // [num_taps]; -1 is the embedding
+  float* taps;                      // [N, num_taps * D]
+  float* hidden;                    // [N, D], after the final norm; rows behind starts[R] are left alone
+  int32_t rows, requests, table_width, block_size, num_taps, kv_is_bf16;
+  int32_t vocab_size, num_positions;  // of the embedding and of the rotary tables
+};
+
+struct Context {
+  const Matrix* fc;
+  const float* norm;        // of fc's output
+  const float* taps;        // [N, taps_width]
+  const int64_t* positions;
+  const float *cos, *sin;
+  const Cache* caches;
+  const int64_t* slots;     // [N]; rows with -1 are skipped
+  int32_t rows, taps_width, kv_is_bf16, num_positions;
+};
+}
+
+namespace {
+
+constexpr int UNIT_ROWS = 32;     // query rows of one unit of attention
+constexpr int INLINE_ROWS = 4;    // row-wise steps of fewer rows are not worth waking anyone
+
+INLINE int grouped(int x) { return (x + GROUP - 1) / GROUP * GROUP; }
+
+struct QuantisedRows {
+  std::vector<int8_t> quants;
+  std::vector<float> scale, scaled_sum;
+  std::vector<int32_t> start;
+
+  Rows resized(int rows, int inputs) {
+    const int groups = grouped(inputs) / GROUP;
+    const size_t all = size_t(rows) * groups;
+    if (scale.size() < all) {
+      quants.resize(all * GROUP);
+      scale.resize(all);
+      scaled_sum.resize(all);
+      start.resize(all);
+    }
+    return Rows{quants.data(), scale.data(), scaled_sum.data(), start.data(), groups};
+  }
+};
+
+struct Unit {
+  int request, row, rows, kv_head, first_seen;
+};
+
+struct Workspace {
+  QuantisedRows input, inner;
+  std::vector<float> residual, qkv, attention;
+  std::vector<Scratch> scratch;
+  std::vector<Unit> units;
+};
+
+std::mutex pass_mutex;  // guards the three below
+Pool* pool = nullptr;  // never deleted: its threads end with the process, and a forked child has none to join
+Workspace space;
+int wanted_threads = 1;
+
+Pool& current_pool() {
+  if (!pool || !pool->of_this_process()) pool = new Pool(wanted_threads);
+  if (space.scratch.size() < size_t(pool->threads())) space.scratch.resize(pool->threads());
+  return *pool;
+}
+
+float* sized(std::vector<float>& buffer, size_t size) {
+  if (buffer.size() < size) buffer.resize(size);
+  return buffer.data();
+}
+
+// fn(row) for every row, each row on one thread.
+template <class F>
+void for_rows(Pool& p, int rows, const F& fn) {
+  const int size = rows <= INLINE_ROWS ? rows : std::max(1, rows / (p.threads() * 4));
+  p.run((rows + size - 1) / std::max(size, 1), [&](int chunk, int) {
+    for (int row = chunk * size; row < std::min(rows, (chunk + 1) * size); ++row) fn(row);
+  });
+}
+
+INLINE float inverse_rms(const float* x, int size, int width, float eps) {
+  f32v squares = {};
+  for (int d = 0; d < width; d += LANES) squares = fma(load(x + d), load(x + d), squares);
+  return 1.f / std::sqrt(sum(squares) / float(size) + eps);
+}
+
+// RMSNorm of one padded row, quantised.
+INLINE void norm_and_quantise(const float* x, const float* weight, int size, float eps, const Rows& to, int row) {
+  const f32v inverse = splat(inverse_rms(x, size, to.groups * GROUP, eps));
+  for (int g = 0; g < to.groups; ++g) {
+    const float *a = x + g * GROUP, *w = weight + g * GROUP;
+    quantise_group(load(a) * inverse * load(w), load(a + LANES) * inverse * load(w + LANES), to,
+                   size_t(row) * to.groups + g);
+  }
+}
+
+// Per-head RMSNorm in place; norm padded to whole vectors.
+INLINE void norm_head(float* head, const float* norm, int dim, float eps) {
+  float x[512] = {};
+  std::copy(head, head + dim, x);
+  const float inverse = inverse_rms(x, dim, padded(dim), eps);
+  for (int d = 0; d < dim; ++d) head[d] = head[d] * inverse * norm[d];
+}
+
+INLINE void rotate_head(float* head, const float* cos, const float* sin, int dim) {
+  const int half = dim / 2;
+  for (int e = 0; e < half; ++e) {
+    const float a = head[e], b = head[half + e];
+    head[e] = a * cos[e] - b * sin[e];
+    head[half + e] = b * cos[e] + a * sin[e];
+  }
+}
+
+INLINE void finish_head(float* head, const float* norm, const Decoder& m, const float* cos, const float* sin) {
+  if (norm) norm_head(head, norm, m.head_dim, m.eps);
+  rotate_head(head, cos, sin, m.head_dim);
+}
+
+template <class T>
+INLINE void write_heads(const Decoder& m, const float* from, T* pool_rows, int64_t slot) {
+  T* to = pool_rows + size_t(slot) * m.kv_heads * m.head_dim;
+  for (int i = 0; i < m.kv_heads * m.head_dim; ++i) put(to + i, from[i]);
+}
+
+INLINE f32v biased(const Matrix& w, int panel, f32v sums) {
+  return w.bias ? sums + load(w.bias + panel * PANEL) : sums;
+}
+
+// out[row][panel] = sums, or += where it is a residual stream; stride in floats.
+void product_into(Pool& p, const Matrix& w, const Rows& x, int rows, float* out, size_t stride, bool add) {
+  product(p, w, 0, w.panels, x, rows, [&](int row, int panel, f32v sums) {
+    float* to = out + row * stride + panel * PANEL;
+    sums = biased(w, panel, sums);
+    store(to, add ? load(to) + sums : sums);
+  });
+}
+
+INLINE f32v silu(f32v x) { return x / (splat(1.f) + exp(-x)); }
+
+// silu(gate) * up, quantised where it is computed: a unit is the two gate and two up panels of one group.
+void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows& out) {
+  const int units = w.panels / 4, size = chunk_size(units, p.threads());
+  p.run((units + size - 1) / size, [&](int chunk, int) {
+    for (int u = chunk * size; u < std::min(units, (chunk + 1) * size); ++u)
+      for (int row = 0; row < rows; row += BLOCK) {
+        const int count = std::min(BLOCK, rows - row);
+        f32v sums[4][BLOCK];
+        for (int k = 0; k < 4; ++k) panel_sums(w, 4 * u + k, x, row, count, sums[k]);
+        for (int r = 0; r < count; ++r) {
+          f32v half[2];
+          for (int k = 0; k < 2; ++k)
+            half[k] = silu(biased(w, 4 * u + 2 * k, sums[2 * k][r])) * biased(w, 4 * u + 2 * k + 1, sums[2 * k + 1][r]);
+          quantise_group(half[0], half[1], out, size_t(row + r) * out.groups + u);
+        }
+      }
+  });
+}
+
+void plan_units(const Decoder& m, const Pass& p, std::vector<Unit>& units) {
+  units.clear();
+  for (int r = 0; r < p.requests; ++r) {
+    const int rows = p.starts[r + 1] - p.starts[r];
+    const int first_seen = p.slots ? p.lengths[r] - rows + 1 : p.lengths[r] + rows;
+    for (int row = 0; row < rows; row += UNIT_ROWS)
+      for (int h = 0; h < m.kv_heads; ++h)
+        units.push_back({r, p.starts[r] + row, std::min(UNIT_ROWS, rows - row), h, first_seen + (p.slots ? row : 0)});
+  }
+}
+
+template <class T>
+void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, const float* qkv, size_t stride,
+               float* out, size_t out_stride) {
+  const int E = m.head_dim, share = m.heads / m.kv_heads;
+  pool.run(int(space.units.size()), [&](int index, int thread) {
+    const Unit& u = space.units[index];
+    const float* own = qkv + size_t(p.starts[u.request]) * stride + (m.heads + u.kv_head) * E;
+    const Positions<T> kv = {
+        (const T*)cache.key + u.kv_head * E,
+        (const T*)cache.value + u.kv_head * E,
+        size_t(m.kv_heads) * E,
+        p.tables + size_t(u.request) * p.table_width,
+        p.block_size,
+        p.lengths[u.request],
+        own,
+        own + m.kv_heads * E,
+        stride,
+    };
+    attend(kv, space.scratch[thread], qkv + u.row * stride + u.kv_head * share * E, stride, u.rows, share, E,
+           u.first_seen, p.slots != nullptr, m.scale, out + u.row * out_stride + u.kv_head * share * E, out_stride);
+  });
+}
+
+template <class T>
+void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer, const Cache& cache, int rows) {
+  const int E = m.head_dim, Q = m.heads * E, KV = m.kv_heads * E;
+  const size_t width = grouped(m.hidden), qkv_width = layer.qkv.panels * PANEL, mix_width = grouped(Q);
+  float *residual = space.residual.data(), *qkv = sized(space.qkv, rows * qkv_width);
+  float* mixed = sized(space.attention, rows * mix_width);
+  Rows x = space.input.resized(rows, m.hidden);
+  for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.input_norm, m.hidden, m.eps, x, r); });
+  product_into(pool, layer.qkv, x, rows, qkv, qkv_width, false);
+  for_rows(pool, rows, [&](int r) {
+    float* row = qkv + r * qkv_width;
+    const float *cos = p.cos + p.positions[r] * (E / 2), *sin = p.sin + p.positions[r] * (E / 2);
+    for (int h = 0; h < m.heads; ++h) finish_head(row + h * E, layer.query_norm, m, cos, sin);
+    for (int h = 0; h < m.kv_heads; ++h) finish_head(row + Q + h * E, layer.key_norm, m, cos, sin);
+    if (p.slots && p.slots[r] >= 0) {
+      write_heads(m, row + Q, (T*)cache.key, p.slots[r]);
+      write_heads(m, row + Q + KV, (T*)cache.value, p.slots[r]);
+    }
+  });
+  attention<T>(pool, m, p, cache, qkv, qkv_width, mixed, mix_width);
+  x = space.input.resized(rows, Q);
+  for_rows(pool, rows, [&](int r) {
+    std::fill(mixed + r * mix_width + Q, mixed + (r + 1) * mix_width, 0.f);
+    quantise_row(mixed + r * mix_width, x, r);
+  });
+  product_into(pool, layer.output, x, rows, residual, width, true);
+  x = space.input.resized(rows, m.hidden);
+  for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.post_norm, m.hidden, m.eps, x, r); });
+  const Rows inner = space.inner.resized(rows, m.inner);
+  gated_product(pool, layer.gate_up, x, rows, inner);
+  product_into(pool, layer.down, inner, rows, residual, width, true);
+}
+
+void copy_taps(const Decoder& m, const Pass& p, int layer, int rows) {
+  const size_t width = grouped(m.hidden);
+  for (int t = 0; t < p.num_taps; ++t)
+    if (p.tap_layers[t] == layer)
+      for (int r = 0; r < rows; ++r)
+        std::copy_n(&space.residual[r * width], m.hidden, p.taps + (size_t(r) * p.num_taps + t) * m.hidden);
+}
+
+void embed(const Decoder& m, const Pass& p, int rows) {
+  const size_t width = grouped(m.hidden);
+  float* residual = sized(space.residual, rows * width);
+  for (int r = 0; r < rows; ++r) {
+    float* to = residual + r * width;
+    if (p.embedding) load_row(p.embedding + p.token_ids[r] * m.hidden, to, m.hidden);
+    else load_row(p.embedding_bf16 + p.token_ids[r] * m.hidden, to, m.hidden);
+    std::fill(to + m.hidden, to + width, 0.f);
+  }
+}
+
+void final_norm(Pool& pool, const Decoder& m, const Pass& p, int rows) {
+  const size_t width = grouped(m.hidden);
+  for_rows(pool, rows, [&](int r) {
+    const float* x = &space.residual[r * width];
+    const float inverse = inverse_rms(x, m.hidden, width, m.eps);
+    for (int d = 0; d < m.hidden; ++d) p.hidden[size_t(r) * m.hidden + d] = x[d] * inverse * m.final_norm[d];
+  });
+}
+
+template <class T>
+void store_context(Pool& pool, const Decoder& m, const Context& c) {
+  const int E = m.head_dim, KV = m.kv_heads * E, rows = c.rows;
+  const size_t width = grouped(m.hidden);
+  float* projected = sized(space.residual, rows * width);
+  const size_t taps_width = grouped(c.taps_width);
+  float* taps = sized(space.attention, rows * taps_width);
+  Rows x = space.input.resized(rows, c.taps_width);
+  for_rows(pool, rows, [&](int r) {
+    std::copy_n(c.taps + size_t(r) * c.taps_width, c.taps_width, taps + r * taps_width);
+    std::fill(taps + r * taps_width + c.taps_width, taps + (r + 1) * taps_width, 0.f);
+    quantise_row(taps + r * taps_width, x, r);
+    std::fill(projected + r * width, projected + (r + 1) * width, 0.f);
+  });
+  product_into(pool, *c.fc, x, rows, projected, width, false);
+  x = space.input.resized(rows, m.hidden);
+  for_rows(pool, rows, [&](int r) { norm_and_quantise(projected + r * width, c.norm, m.hidden, m.eps, x, r); });
+  for (int i = 0; i < m.num_layers; ++i) {
+    const Layer& layer = m.layers[i];
+    const size_t kv_width = layer.key_value.panels * PANEL;
+    float* kv = sized(space.qkv, rows * kv_width);
+    product_into(pool, layer.key_value, x, rows, kv, kv_width, false);
+    for_rows(pool, rows, [&](int r) {
+      if (c.slots[r] < 0) return;
+      float* row = kv + r * kv_width;
+      const float *cos = c.cos + c.positions[r] * (E / 2), *sin = c.sin + c.positions[r] * (E / 2);
+      for (int h = 0; h < m.kv_heads; ++h) finish_head(row + h * E, layer.key_norm, m, cos, sin);
+      write_heads(m, row, (T*)c.caches[i].key, c.slots[r]);
+      write_heads(m, row + KV, (T*)c.caches[i].value, c.slots[r]);
+    });
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// "avx512-vnni", "avx512", "avx2" or "portable": how integer products are made. All give the same results.
+const char* outrider_isa() {
+#if defined(__AVX512VNNI__) && OUTRIDER_AVX512
+  return "avx512-vnni";
+#elif OUTRIDER_AVX512
+  return "avx512";
+#elif defined(__AVX2__)
+  return "avx2";
+#else
+  return "portable";
+#endif
+}
+
+// Threads of this process's passes; only before the first of them.
+void outrider_set_threads(int threads) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  if (!pool) wanted_threads = std::max(1, threads);
+}
+
+int64_t outrider_packed_bytes(int format, int panels, int inputs) {
+  return int64_t(panels) * panel_bytes(format, grouped(inputs) / GROUP);
+}
+
+double outrider_pack(const void* weights, int is_bf16, int inputs, const int64_t* order, int panels, int format,
+                     uint8_t* data) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  Pool& p = current_pool();
+  if (is_bf16) return pack(p, (const bf16*)weights, inputs, order, panels, format, data);
+  return pack(p, (const float*)weights, inputs, order, panels, format, data);
+}
+
+// out [rows, outputs] = x [rows, inputs] times the packed matrix.
+void outrider_linear(const Matrix* w, const float* x, int rows, int inputs, float* out, int outputs) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  Pool& p = current_pool();
+  const size_t width = grouped(inputs);
+  float* padded_x = sized(space.attention, rows * width);
+  const Rows quantised = space.input.resized(rows, inputs);
+  for_rows(p, rows, [&](int r) {
+    std::copy_n(x + size_t(r) * inputs, inputs, padded_x + r * width);
+    std::fill(padded_x + r * width + inputs, padded_x + (r + 1) * width, 0.f);
+    quantise_row(padded_x + r * width, quantised, r);
+  });
+  product(p, *w, 0, w->panels, quantised, rows, [&](int row, int panel, f32v sums) {
+    float* to = out + size_t(row) * outputs + panel * PANEL;
+    sums = biased(*w, panel, sums);
+    if ((panel + 1) * PANEL <= outputs) return store(to, sums);
+    for (int i = 0; panel * PANEL + i < outputs; ++i) to[i] = sums[i];
+  });
+}
+
+// 0, or what is wrong with the rows: 1 a token id, 2 a position. Nothing is written then.
+int outrider_pass(const Decoder* m, const Pass* p) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  Pool& pool = current_pool();
+  const int rows = p->starts[p->requests];
+  for (int r = 0; r < rows; ++r) {
+    if (uint64_t(p->token_ids[r]) >= uint64_t(p->vocab_size)) return 1;
+    if (uint64_t(p->positions[r]) >= uint64_t(p->num_positions)) return 2;
+  }
+  embed(*m, *p, rows);
+  plan_units(*m, *p, space.units);
+  copy_taps(*m, *p, -1, rows);
+  for (int i = 0; i < m->num_layers; ++i) {
+    if (p->kv_is_bf16) layer_pass<bf16>(pool, *m, *p, m->layers[i], p->caches[i], rows);
+    else layer_pass<float>(pool, *m, *p, m->layers[i], p->caches[i], rows);
+    copy_taps(*m, *p, i, rows);
+  }
+  final_norm(pool, *m, *p, rows);
+  return 0;
+}
+
+// 0, or 2 for a position beyond the tables.
+int outrider_write_context(const Decoder* m, const Context* c) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  for (int r = 0; r < c->rows; ++r)
+    if (uint64_t(c->positions[r]) >= uint64_t(c->num_positions)) return 2;
+  if (c->kv_is_bf16) store_context<bf16>(current_pool(), *m, *c);
+  else store_context<float>(current_pool(), *m, *c);
+  return 0;
+}
+}

@@ -1,0 +1,176 @@
+// Quantised matrix products.
+//
+// Activations: int8 in groups of GROUP along the input with one fp32 scale each (q = round(x * 127 / max|x|)).
+// Weights: groups of GROUP along the input per output, binary16 scales, in one of two formats:
+//   EIGHT  w = d * (q - 128), q in 1..255
+//   FOUR   w = d * q + m,     q in 0..15
+// A group's product is an exact integer on every instruction set. Groups are added in fp32 in ascending order, per
+// output element, whatever else is computed in the same call: a row's result does not depend on the rows beside it.
+//
+// Packed layout: panels of 16 outputs; in a panel group after group of quants, then its scales:
+//   EIGHT  [groups][8 quads][16 outputs][4 inputs] bytes, then [groups][16] d
+//   FOUR   [groups][4][16][4] bytes, low nibbles quads 0..3 and high nibbles quads 4..7, then [groups][2][16] d and m
+// A panel is padded to whole cache lines. Inputs and outputs beyond the real extents have weight zero.
+#pragma once
+
+#include <algorithm>
+
+#include "pool.h"
+#include "vec.h"
+
+namespace outrider {
+
+constexpr int GROUP = 32, PANEL = 16, QUADS = GROUP / 4;
+enum Format : int32_t { EIGHT = 0, FOUR = 1 };
+
+struct Matrix {
+  const uint8_t* data;
+  const float* bias;  // [panels * PANEL] or null
+  int32_t format, panels, groups, unused;
+};
+
+INLINE size_t quant_bytes(int format) { return format == FOUR ? GROUP * PANEL / 2 : GROUP * PANEL; }
+INLINE size_t scale_bytes(int format) { return format == FOUR ? 4 * PANEL : 2 * PANEL; }
+INLINE size_t panel_bytes(int format, int groups) {
+  return (groups * (quant_bytes(format) + scale_bytes(format)) + 63) / 64 * 64;
+}
+
+// Quantised rows: [rows][groups] of everything, quants [rows][groups * GROUP].
+struct Rows {
+  int8_t* quants;
+  float* scale;
+  float* scaled_sum;  // scale * sum of quants, what the minimum of FOUR multiplies
+  int32_t* start;     // -128 * sum of quants, where the integer sums of EIGHT start
+  int groups;
+};
+
+INLINE void quantise_group(f32v a, f32v b, const Rows& x, size_t group) {
+  const float top = as_float(largest(max(magnitude(a), magnitude(b))));
+  const f32v inverse = splat(top == 0.f ? 0.f : 127.f / top);
+  const i32v qa = to_int(round_even(a * inverse)), qb = to_int(round_even(b * inverse));
+  int8_t* q = x.quants + group * GROUP;
+#if OUTRIDER_AVX512
+  _mm_storeu_si128((__m128i*)q, _mm512_cvtepi32_epi8((__m512i)qa));
+  _mm_storeu_si128((__m128i*)(q + LANES), _mm512_cvtepi32_epi8((__m512i)qb));
+#else
+  for (int i = 0; i < LANES; ++i) q[i] = int8_t(qa[i]), q[LANES + i] = int8_t(qb[i]);
+#endif
+  const int32_t total = sum(qa + qb);
+  const float scale = top / 127.f;
+  x.scale[group] = scale;
+  x.scaled_sum[group] = scale * float(total);
+  x.start[group] = -128 * total;
+}
+
+INLINE void quantise_row(const float* values, const Rows& x, int row) {
+  for (int g = 0; g < x.groups; ++g)
+    quantise_group(load(values + g * GROUP), load(values + g * GROUP + LANES), x, size_t(row) * x.groups + g);
+}
+
+// acc[o] += sum over b of w[4 * o + b] * a[b]: 64 unsigned weights, 4 signed activations.
+INLINE i32v dot(i32v acc, i32v w, const int8_t* a) {
+  int32_t quad;
+  std::memcpy(&quad, a, 4);
+#if defined(__AVX512VNNI__) && OUTRIDER_AVX512
+  return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(quad));
+#elif defined(__AVX2__)
+  const __m256i even = _mm256_set1_epi32((uint16_t(a[0])) | int32_t(uint32_t(uint16_t(a[2])) << 16));
+  const __m256i odd = _mm256_set1_epi32((uint16_t(a[1])) | int32_t(uint32_t(uint16_t(a[3])) << 16));
+  __m256i half[2], sums[2];
+  std::memcpy(half, &w, 64);
+  std::memcpy(sums, &acc, 64);
+  for (int h = 0; h < 2; ++h) {
+    const __m256i low = _mm256_and_si256(half[h], _mm256_set1_epi16(0xff)), high = _mm256_srli_epi16(half[h], 8);
+    sums[h] = _mm256_add_epi32(sums[h], _mm256_add_epi32(_mm256_madd_epi16(low, even), _mm256_madd_epi16(high, odd)));
+  }
+  std::memcpy(&acc, sums, 64);
+  return acc;
+#else
+  uint8_t bytes[64];
+  std::memcpy(bytes, &w, 64);
+  for (int o = 0; o < LANES; ++o)
+    for (int b = 0; b < 4; ++b) acc[o] += int32_t(bytes[4 * o + b]) * a[b];
+  return acc;
+#endif
+}
+
+// The sums of one panel's 16 outputs for R rows from row on.
+template <int FORMAT, int R>
+__attribute__((noinline)) void panel_rows(const uint8_t* data, const Rows& x, int row, f32v* sums) {
+  const int groups = x.groups;
+  const uint16_t* scales = (const uint16_t*)(data + groups * quant_bytes(FORMAT));
+  const int8_t* quants = x.quants + size_t(row) * groups * GROUP;
+  const size_t first = size_t(row) * groups;
+  f32v acc[R] = {};
+  for (int g = 0; g < groups; ++g, data += quant_bytes(FORMAT)) {
+    i32v part[R];
+    for (int r = 0; r < R; ++r) part[r] = FORMAT == FOUR ? i32v{} : splat(x.start[first + r * groups + g]);
+    const int8_t* a = quants + g * GROUP;
+    if (FORMAT == FOUR) {
+      const i32v mask = splat(int32_t(0x0f0f0f0f));
+      for (int q = 0; q < QUADS / 2; ++q) {
+        i32v packed;
+        std::memcpy(&packed, data + q * 64, 64);
+        const i32v low = packed & mask, high = (packed >> 4) & mask;
+        for (int r = 0; r < R; ++r) part[r] = dot(part[r], low, a + size_t(r) * groups * GROUP + 4 * q);
+        for (int r = 0; r < R; ++r) part[r] = dot(part[r], high, a + size_t(r) * groups * GROUP + 4 * q + GROUP / 2);
+      }
+    } else {
+      for (int q = 0; q < QUADS; ++q) {
+        i32v w;
+        std::memcpy(&w, data + q * 64, 64);
+        for (int r = 0; r < R; ++r) part[r] = dot(part[r], w, a + size_t(r) * groups * GROUP + 4 * q);
+      }
+    }
+    const f32v d = load_half(scales + g * (FORMAT == FOUR ? 2 : 1) * PANEL);
+    for (int r = 0; r < R; ++r) acc[r] = fma(to_float(part[r]), d * splat(x.scale[first + r * groups + g]), acc[r]);
+    if (FORMAT == FOUR) {
+      const f32v m = load_half(scales + (2 * g + 1) * PANEL);
+      for (int r = 0; r < R; ++r) acc[r] = fma(m, splat(x.scaled_sum[first + r * groups + g]), acc[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) sums[r] = acc[r];
+}
+
+constexpr int BLOCK = 8;  // rows whose sums stay in registers together
+
+template <int FORMAT>
+INLINE void panel_block(const uint8_t* data, const Rows& x, int row, int rows, f32v* sums) {
+  switch (rows) {
+    case 8: return panel_rows<FORMAT, 8>(data, x, row, sums);
+    case 7: return panel_rows<FORMAT, 7>(data, x, row, sums);
+    case 6: return panel_rows<FORMAT, 6>(data, x, row, sums);
+    case 5: return panel_rows<FORMAT, 5>(data, x, row, sums);
+    case 4: return panel_rows<FORMAT, 4>(data, x, row, sums);
+    case 3: return panel_rows<FORMAT, 3>(data, x, row, sums);
+    case 2: return panel_rows<FORMAT, 2>(data, x, row, sums);
+    default: return panel_rows<FORMAT, 1>(data, x, row, sums);
+  }
+}
+
+// The sums of one panel's 16 outputs, without bias, for `rows` <= BLOCK rows from row on.
+INLINE void panel_sums(const Matrix& w, int panel, const Rows& x, int row, int rows, f32v* sums) {
+  const uint8_t* data = w.data + panel * panel_bytes(w.format, w.groups);
+  if (w.format == FOUR) panel_block<FOUR>(data, x, row, rows, sums);
+  else panel_block<EIGHT>(data, x, row, rows, sums);
+}
+
+// Units of work of about equal size: enough that a slow core does not hold up the others.
+INLINE int chunk_size(int items, int threads) { return std::max(1, std::min(8, items / (threads * 4))); }
+
+// out(row, panel, sums) for every row and every panel in first..first+count-1.
+template <class Out>
+void product(Pool& pool, const Matrix& w, int first, int count, const Rows& x, int rows, const Out& out) {
+  const int size = chunk_size(count, pool.threads()), chunks = (count + size - 1) / size;
+  pool.run(chunks, [&](int chunk, int) {
+    for (int p = first + chunk * size; p < first + std::min(count, (chunk + 1) * size); ++p)
+      for (int row = 0; row < rows; row += BLOCK) {
+        const int block = std::min(BLOCK, rows - row);
+        f32v sums[BLOCK];
+        panel_sums(w, p, x, row, block, sums);
+        for (int r = 0; r < block; ++r) out(row + r, p, sums[r]);
+      }
+  });
+}
+
+}  // namespace outrider

@@ -1,0 +1,87 @@
+"""Quantised engines: the text of greedy decoding does not depend on drafting or company, bit for bit; refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.zoo import Zoo, generate, greedy, random_prompt, tokens
+
+from outrider.config import EngineArgs, QuantizationName
+from outrider.engine import quantization
+from outrider.engine.setup import resolve
+from outrider.errors import ConfigError
+from outrider.ops.native_kernels import load_kernels
+
+MODES: tuple[QuantizationName, ...] = ("int8", "int4")
+PROMPTS = [random_prompt(length, seed=length) for length in (3, 29, 17, 40, 2)]
+PARAMS = greedy(40, ignore_eos=True)
+needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
+
+
+def texts(zoo: Zoo, drafter: str, *, together: bool, **args: Any) -> list[list[int]]:
+    llm = zoo.llm("rand", drafter, **args)
+    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
+    return [tokens(output) for batch in batches for output in generate(llm, batch, PARAMS)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_text_is_the_same_with_and_without_drafting(zoo: Zoo, mode: QuantizationName, dtype: str) -> None:
+    args = {"quantization": mode, "dtype": dtype}
+    plain = texts(zoo, "none", together=False, **args)
+    assert texts(zoo, "none", together=True, **args) == plain
+    for drafter in ("random", "lookup"):
+        assert texts(zoo, drafter, together=True, **args) == plain, drafter
+    chunked = {**args, "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    assert texts(zoo, "random", together=True, **chunked) == plain
+
+
+@needs_kernels
+def test_quantised_text_is_close_to_the_model_s(zoo: Zoo) -> None:
+    """Random weights: the same first tokens, not the same text for ever."""
+    exact = texts(zoo, "none", together=True)
+    for mode, least in (("int8", 3), ("int4", 1)):
+        found = texts(zoo, "none", together=True, quantization=mode)
+        assert sum(a[0] == b[0] for a, b in zip(exact, found, strict=True)) >= least, mode
+
+
+@needs_kernels
+def test_logprobs_are_those_of_the_quantised_model(zoo: Zoo) -> None:
+    params = greedy(4, logprobs=1, ignore_eos=True)
+    outputs = [generate(zoo.llm("rand", quantization=mode), PROMPTS[:1], params)[0] for mode in ("none", "int8")]
+    first, second = (torch.tensor([step.top[0].logprob for step in out.outputs[0].logprobs or []]) for out in outputs)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first[:1], second[:1], rtol=0, atol=0.2)
+
+
+def resolved(zoo: Zoo, path: Path | str, **args: Any) -> str:
+    return resolve(EngineArgs(model=str(path), draft="none", **args)).config.quantization
+
+
+@needs_kernels
+def test_auto_is_int8_for_weights_that_are_not_4_bit(zoo: Zoo) -> None:
+    assert resolved(zoo, zoo.path("rand"), quantization="auto") == "int8"
+    assert resolved(zoo, zoo.path("rand"), quantization="int4") == "int4"
+    assert resolved(zoo, zoo.path("rand")) == "none"
+
+
+def test_without_a_compiler_it_is_refused_and_auto_is_none(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "load_kernels", lambda: None)
+    assert resolved(zoo, zoo.path("rand"), quantization="auto") == "none"
+    with pytest.raises(ConfigError, match=r"quantization='int8' needs a C\+\+ compiler"):
+        resolved(zoo, zoo.path("rand"), quantization="int8")
+
+
+def test_tensor_parallel_ranks_are_refused_and_auto_is_none(zoo: Zoo) -> None:
+    assert resolved(zoo, zoo.path("rand"), quantization="auto", tensor_parallel_size=2) == "none"
+    with pytest.raises(ConfigError, match="tensor_parallel_size=1, not 2"):
+        resolved(zoo, zoo.path("rand"), quantization="int4", tensor_parallel_size=2)
+
+
+def test_an_unknown_quantization_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="quantization='int2' must be one of auto, none, int8, int4"):
+        EngineArgs(quantization="int2")  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""Compiled passes against the decoder with the same quantised products, and every row in every company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models.test_decoder import SHAPE, VARIANTS, oracle, ours, prompt
+from tests.paged import PagedSequences
+from torch import Tensor, nn
+
+from outrider.config import QuantizationName
+from outrider.layers.linear import Linear
+from outrider.models.decoder import Decoder
+from outrider.models.native_decoder import NativeDecoder
+from outrider.models.native_stack import layer_format
+from outrider.ops.native_kernels import Kernels, load_kernels
+from outrider.ops.packed_matrix import PackedMatrix, WeightFormat, reference_linear
+
+MODES: tuple[QuantizationName, ...] = ("int8", "int4")
+DENSE = [name for name, (kind, _) in VARIANTS.items() if kind in ("llama", "qwen3")]
+WIDE: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 104, "head_dim": 20}  # ragged panels, groups, heads
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = load_kernels()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer whose product is the reference of the packed one."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat) -> None:
+        super().__init__()
+        self.matrix = PackedMatrix.pack(kernels, weight.data, bias, weight_format=weight_format, name="weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reference_linear(self.matrix, x)
+
+
+def quantised_reference(kernels: Kernels, decoder: Decoder, mode: QuantizationName) -> Decoder:
+    """``decoder`` itself, its products replaced."""
+    for parent in list(decoder.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                setattr(parent, name, QuantisedLinear(kernels, child.weight, child.bias, layer_format(mode)))
+    decoder.lm_head = QuantisedLinear(kernels, decoder.lm_head.weight, None, WeightFormat.INT8)  # type: ignore[assignment]
+    return decoder
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Alike but for activations that fell to the other side of a rounding, which a last bit upstream decides."""
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(error.max()) < 0.03, error
+    assert float(error.median()) < 0.01, error
+
+
+def cuts(length: int) -> Iterator[tuple[int, ...]]:
+    """Some ways to cut a prompt into chunks, ends included."""
+    yield (0, length)
+    yield tuple(range(length + 1))
+    yield (0, 1, 8, 9, length)
+    yield (0, 16, 17, length)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("variant", [*DENSE, "wide"])
+def test_logits_and_taps(variant: str, mode: QuantizationName, kernels: Kernels, tmp_path: Path) -> None:
+    theirs = oracle("qwen3", dict(WIDE)) if variant == "wide" else oracle(*VARIANTS[variant])
+    decoder = ours(theirs, tmp_path)
+    native = NativeDecoder(kernels, decoder, quantization=mode)
+    tokens = prompt(41, seed=1)
+    found = PagedSequences(native, requests=1, max_len=44).run({0: tokens}, taps=(-1, 0, 2))
+    reference = quantised_reference(kernels, decoder, mode)
+    expected = PagedSequences(reference, requests=1, max_len=44).run({0: tokens}, taps=(-1, 0, 2))
+    hidden = native.config.hidden_size
+    assert torch.equal(found.output.taps_NF[:, :hidden], expected.output.taps_NF[:, :hidden])
+    close(found.output.taps_NF, expected.output.taps_NF)
+    close(found.logits[0], expected.logits[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_bitwise_the_same_in_any_company(
+    mode: QuantizationName, kv_dtype: torch.dtype, kernels: Kernels, tmp_path: Path
+) -> None:
+    """Every way to cut a prompt, every neighbour, every order and any padding give each row the same bits."""
+    native = NativeDecoder(kernels, ours(oracle("qwen3", dict(WIDE)), tmp_path), quantization=mode)
+    prompts = [prompt(length, seed=length) for length in (41, 40, 3)]
+
+    def fresh(requests: int = 3) -> PagedSequences:
+        sequences = PagedSequences(native, requests=requests, max_len=44)
+        sequences.pool = [type(kv)(kv.key_SHD.to(kv_dtype), kv.value_SHD.to(kv_dtype)) for kv in sequences.pool]
+        return sequences
+
+    alone = [fresh().run({r: tokens}, taps=(1,)) for r, tokens in enumerate(prompts)]
+    for ends in cuts(41):
+        sequences = fresh()
+        parts = [sequences.run({0: prompts[0][a:b]}).logits[0] for a, b in pairwise(ends)]
+        assert torch.equal(torch.cat(parts), alone[0].logits[0]), ends
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0)):
+        for padding_rows in (0, 5):
+            result = fresh().run({r: prompts[r] for r in order}, taps=(1,), padding_rows=padding_rows)
+            for r, logits in zip(order, result.logits, strict=True):
+                assert torch.equal(logits, alone[r].logits[0]), (order, r)
+            taps = torch.cat([alone[r].output.taps_NF for r in order])
+            assert torch.equal(result.output.taps_NF[: len(taps)], taps)
+            assert not bool(result.output.hidden_ND[len(taps) :].any())
+
+
+def test_many_requests_beside_a_long_prefill(kernels: Kernels, tmp_path: Path) -> None:
+    """More rows than a unit of attention and a block of products hold, verify windows of every width beside them."""
+    native = NativeDecoder(kernels, ours(oracle("llama", {}), tmp_path), quantization="int8")
+    prompts = [prompt(62, seed=seed) for seed in range(12)]
+    alone = [PagedSequences(native, requests=1, max_len=64).run({0: tokens}).logits[0] for tokens in prompts]
+    sequences = PagedSequences(native, requests=12, max_len=64)
+    sequences.run({r: prompts[r][: 50 - r] for r in range(11)})
+    result = sequences.run({11: prompts[11], **{r: prompts[r][50 - r : 51] for r in range(11)}})
+    assert torch.equal(result.logits[0], alone[11])
+    for r in range(11):
+        assert torch.equal(result.logits[1 + r], alone[r][50 - r : 51]), r
+
+
+def test_bf16_weights_and_an_idle_rank(kernels: Kernels, tmp_path: Path) -> None:
+    decoder = ours(oracle("llama", {}), tmp_path).to(torch.bfloat16)
+    native = NativeDecoder(kernels, decoder, quantization="int8")
+    result = PagedSequences(native, requests=1, max_len=8).run({0: prompt(8, seed=2)}, taps=(-1,))
+    expected = decoder.embed_tokens.weight[prompt(8, seed=2)].float()
+    assert torch.equal(result.output.taps_NF, expected)
+    idle = PagedSequences(native, requests=1, max_len=4).run({}, taps=(0,), padding_rows=2)
+    assert idle.output.hidden_ND.shape == (2, SHAPE["hidden_size"])
+    assert not bool(idle.output.taps_NF.any())
+
+
+def test_ids_beyond_the_vocabulary_are_refused(kernels: Kernels, tmp_path: Path) -> None:
+    native = NativeDecoder(kernels, ours(oracle("llama", {}), tmp_path), quantization="int8")
+    with pytest.raises(AssertionError, match="vocabulary"):
+        PagedSequences(native, requests=1, max_len=8).run({0: [1, SHAPE["vocab_size"]]})
