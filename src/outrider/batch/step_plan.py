@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from outrider.batch.counts import PaddedTokenCount, RequestCount, TokenCount
@@ -54,14 +54,13 @@ class RankRow:
     graph_capable: int  # 1: this rank can replay captured graphs in this step
 
     def __post_init__(self) -> None:
-        for name, value in zip(self.__slots__, astuple(self), strict=True):
-            assert value >= 0, f"RankRow.{name}={value} must not be negative"
+        assert min(self.encode()) >= 0, f"no integer of a row is negative: {self}"
         assert self.prefill_logit_rows <= self.prefill_requests <= self.prefill_tokens, f"inconsistent prefill: {self}"
         assert self.draft_requests <= self.verify_requests <= self.verify_tokens, f"inconsistent decode: {self}"
         assert self.graph_capable in (0, 1), f"graph_capable={self.graph_capable} must be 0 or 1"
 
     def encode(self) -> tuple[int, ...]:
-        return astuple(self)
+        return tuple(getattr(self, name) for name in self.__slots__)
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> RankRow:
