@@ -99,3 +99,5 @@ class EngineStats:
     prefix_cache_hits: int  # prompt tokens found
     spec: SpecCounters
     steps_total: int
+    graph_replays_total: int = 0  # passes run from a captured tier
+    expert_load: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by model: rows each expert computed

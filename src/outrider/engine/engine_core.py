@@ -12,6 +12,7 @@ Nothing here knows which model family, proposer or device runs. With data-parall
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from outrider.engine.request_group import RequestGroup
 from outrider.engine.request_rules import RequestRules
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidRequestError
+from outrider.layers.moe import ExpertLoad
 from outrider.logger import get_logger
 from outrider.models.tokenizer import Tokenizer
 from outrider.outputs import EngineStats, RequestOutput
@@ -91,6 +93,7 @@ class EngineCore:
         proposer: Proposer,
         graphs: GraphRunner,
         agreement: StepAgreement,
+        expert_load: ExpertLoad,
         tokenizer: Tokenizer,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
@@ -106,11 +109,14 @@ class EngineCore:
         self._proposer = proposer
         self._graphs = graphs
         self.agreement = agreement
+        self.plan: StepPlan | None = None  # of the latest step, for who compares ranks; None before the first
+        self._expert_load = expert_load
         self._widths = PassWidths(draft=proposer.draft_width, verify=1 + proposer.num_speculative_tokens)
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[str, Sequence] = {}  # unfinished ones, by the scheduler's request id
         self._group_of: dict[str, RequestGroup] = {}  # of the same ids
         self._seeds = random.Random(config.seed)
+        self._interrupted = threading.Event()
         self._spec = SpecAccumulator()
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -185,7 +191,8 @@ class EngineCore:
             graph_capable=int(self._graphs.capable),
         )
         rows = self.agreement.gather(row, num_unfinished=self._scheduler.num_unfinished)
-        return plan_step(rows, tiers=self._graphs.tiers, widths=self._widths)
+        self.plan = plan_step(rows, tiers=self._graphs.tiers, widths=self._widths)
+        return self.plan
 
     def _prefill(self, plan: StepPlan, chunks: Seq[PrefillChunk]) -> list[Emission]:
         """Prompt chunks through the target; their positions are final, so their draft context is written at once."""
@@ -384,8 +391,21 @@ class EngineCore:
 
     # ---- bookkeeping
 
+    # ---- the rest of ``Engine``, simple where there is one process
+
+    def wait(self) -> None:
+        self._interrupted.wait()
+        self._interrupted.clear()
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def rank_stats(self) -> tuple[EngineStats, ...]:
+        return (self.stats(),)
+
     def close(self) -> None:
-        """Nothing to give back: all an engine of one process holds goes with it."""
+        for request_id in list(self._groups):
+            self.abort(request_id)
 
     def _new_sequence(self, group: RequestGroup, index: int, *, seed: int) -> Sequence:
         request = Request.create(
@@ -427,4 +447,6 @@ class EngineCore:
             prefix_cache_hits=kv_cache.num_hit_tokens,
             spec=self._spec.snapshot(),
             steps_total=self._num_steps,
+            graph_replays_total=self._graphs.num_replays,
+            expert_load=self._expert_load.snapshot(),
         )

@@ -18,6 +18,8 @@ per token, P pairs of row and expert.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -142,3 +144,18 @@ class SparseMoE(nn.Module):
         self.expert_load[placement.first_expert : placement.first_expert + placement.num_local_experts] += counts_E
         out_MD: Tensor = mixed_MD
         return out_MD
+
+
+class ExpertLoad:
+    """``expert_load`` of whole models, by the name given to each; models without expert layers are left out."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        layers = {name: [m for m in model.modules() if isinstance(m, SparseMoE)] for name, model in models.items()}
+        self._layers = {name: found for name, found in layers.items() if found}
+
+    def snapshot(self) -> dict[str, tuple[int, ...]]:
+        """Rows each expert has computed on this rank, summed over a model's layers; index = global expert id."""
+        return {
+            name: tuple(torch.stack([layer.expert_load for layer in layers]).sum(dim=0).tolist())
+            for name, layers in self._layers.items()
+        }

@@ -63,6 +63,11 @@ class GraphRunner(Protocol):
         """What the static buffers of all captured keys take."""
         ...
 
+    @property
+    def num_replays(self) -> int:
+        """Passes run from a captured key since start-up."""
+        ...
+
     def capture(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> None: ...
 
     def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T: ...
@@ -75,6 +80,7 @@ class EagerRunner:
     capable = False
     captured_keys: frozenset[GraphKey] = frozenset()
     static_bytes = 0
+    num_replays = 0
 
     def capture(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> None:
         raise AssertionError(f"{key} was to be captured by a runner that captures nothing")
@@ -91,6 +97,7 @@ class StaticRunner:
 
     def __init__(self, tiers: Sequence[int]) -> None:
         self.tiers = tuple(tiers)
+        self.num_replays = 0
         self._static: dict[GraphKey, StaticInputs] = {}
 
     @property
@@ -113,4 +120,5 @@ class StaticRunner:
         if key.requests.value == EAGER:
             return forward(inputs)
         assert key in self._static, f"{key} was not captured"
+        self.num_replays += 1
         return forward(self._static[key].refresh(inputs))

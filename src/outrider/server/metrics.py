@@ -66,6 +66,7 @@ class _EngineCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             ("engine_steps", "Engine steps.", stats.steps_total),
+            ("graph_replays", "Passes run from a captured tier.", stats.graph_replays_total),
             ("spec_decode_num_drafts", "Rounds: blocks of drafts verified.", spec.rounds),
             ("spec_decode_num_draft_tokens", "Drafts offered.", spec.offered),
             ("spec_decode_num_accepted_tokens", "Drafts that became output.", spec.accepted),
@@ -80,6 +81,15 @@ class _EngineCollector(Collector):
         for reason, count in sorted(stats.requests_finished.items()):
             finished.add_metric([self._model_name, reason], count)
         yield finished
+        load = CounterMetricFamily(
+            "outrider:expert_rows",
+            "Rows computed by an expert, summed over layers and over the ranks that lead a data-parallel rank.",
+            labels=["model_name", "part", "expert"],
+        )
+        for part, rows in stats.expert_load.items():
+            for expert, count in enumerate(rows):
+                load.add_metric([self._model_name, part, str(expert)], count)
+        yield load
         labels = ["model_name", "position"]
         offered = CounterMetricFamily(
             "outrider:spec_decode_num_draft_tokens_per_pos", "Drafts offered, by position in the block.", labels=labels
