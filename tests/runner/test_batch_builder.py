@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from outrider.batch.step_plan import (
     plan_capture,
     plan_step,
 )
+from outrider.batch.tiers import capture_sizes
 from outrider.layers.attention.interface import LayerKV
 from outrider.models.decoder import Decoder
 from outrider.models.drafter_checkpoint import load_drafter
@@ -198,6 +200,31 @@ def load_small_drafter(zoo: Zoo) -> tuple[Any, list[LayerKV]]:
         kv.key_SHD.fill_(torch.nan)
         kv.value_SHD.fill_(torch.nan)
     return drafter, pool
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 64])
+@pytest.mark.parametrize("kept", [1, 4, GAMMA + 1])
+def test_non_padded_counts_of_all_count_vectors(kept: int, max_num_seqs: int) -> None:
+    """Whatever the tier and however far the drafts are cut: int32, and exactly the real rows of each rank."""
+    tiers = capture_sizes(max_num_seqs)
+    for counts in itertools.combinations_with_replacement((1, 2, 3, 7, 8, 9, 0), 4):
+        plan = decode_plan(counts, tiers=tiers)
+        for pass_plan in plan.passes:
+            for rank in {counts.index(count) for count in counts}:  # ranks of one load build alike
+                count = counts[rank]
+                if pass_plan.kind is PassKind.DRAFT:
+                    batch: DraftBatch | VerifyBatch = builder(rank).draft(pass_plan, draft_rows(1) * count)
+                    real, padded = count * GAMMA, batch.inputs.metadata.block_tables_RB.shape[0] * GAMMA
+                else:
+                    verify = builder(rank).verify(pass_plan, verify_rows(1, width=kept) * count)
+                    batch, real, padded = verify, count * kept, verify.token_ids_N.shape[0]
+                assert batch.tokens.value == real
+                for tensor in (batch.num_tokens_non_padded, batch.experts.num_tokens_non_padded):
+                    assert tensor.dtype == torch.int32
+                    assert tensor.tolist() == [real]
+                assert batch.experts.padded_tokens == tuple(c.value for c in pass_plan.padded_tokens)
+                assert padded == (pass_plan.tier * pass_plan.width if pass_plan.tier else real)
+                assert batch.experts.captured == bool(pass_plan.tier)
 
 
 # -------------------------------------------------------------------------------------------------------- padding
