@@ -30,6 +30,7 @@ VERBS: dict[str, Verb] = {
     "demo": Verb("outrider.cli.demo", "demo_command", "Stream one answer, then compare with drafting off."),
     "bench": Verb("outrider.cli.bench", "bench_app", "Measure latency, throughput or acceptance."),
     "train": Verb("outrider.cli.train", "train_command", "Train a DSpark drafter for a model."),
+    "convert": Verb("outrider.cli.convert", "convert_app", "Rewrite a model as one of another kind."),
     "inspect": Verb("outrider.cli.inspect", "inspect_command", "Print what is understood of a checkpoint."),
     "explain": Verb("outrider.cli.explain", "explain_command", "Print what every rank runs in a step, and why."),
 }

@@ -14,14 +14,14 @@ both ways.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from outrider.config import DrafterConfig, MarkovHeadType, ModelConfig, MoEConfig
+from outrider.config import DrafterConfig, MarkovHeadType, ModelConfig
 from outrider.errors import CheckpointError, ConfigError
 from outrider.models.model_config import SUPPORTED_MODEL_TYPES, from_hf
+from outrider.models.model_config_json import model_config_to_json
 from outrider.models.source import read_json
 
 DrafterFormat = Literal["deepspec", "speculators", "specforge"]
@@ -245,7 +245,7 @@ def drafter_config_to_json(config: DrafterConfig, source_format: DrafterFormat, 
     What a format has no word for is refused: DeepSpec and SpecForge know neither a reduced draft vocabulary nor slot 0
     being unused.
     """
-    shape = _decoder_to_json(config.decoder) | {"dtype": dtype}
+    shape = model_config_to_json(config.decoder) | {"dtype": dtype}
     heads = {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head_type,
@@ -290,53 +290,4 @@ def _speculators_json(config: DrafterConfig, shape: dict[str, Any], heads: dict[
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "transformer_layer_config": shape,
-    }
-
-
-def _decoder_to_json(decoder: ModelConfig) -> dict[str, Any]:
-    """The inverse of ``from_hf``. Rotary settings in both spellings, since readers know one or the other."""
-    assert decoder.attention_bias == decoder.attention_output_bias, "HF configs have one attention_bias"
-    rope = dataclasses.asdict(decoder.rope)
-    theta, rope_type = rope.pop("theta"), rope["rope_type"]
-    moe = decoder.moe
-    if moe is not None and not decoder.qk_norm:
-        raise ConfigError(
-            f"draft layers of {decoder.architecture} cannot be written; supported: {', '.join(_LAYER_TYPES)}"
-        )
-    scaling = None if rope_type == "default" else {key: value for key, value in rope.items() if value}
-    if scaling is not None:
-        scaling["truncate"] = decoder.rope.truncate
-    return {
-        "model_type": "qwen3_moe" if moe else "qwen3" if decoder.qk_norm else "llama",
-        "hidden_size": decoder.hidden_size,
-        "num_hidden_layers": decoder.num_layers,
-        "num_attention_heads": decoder.num_heads,
-        "num_key_value_heads": decoder.num_kv_heads,
-        "head_dim": decoder.head_dim,
-        "intermediate_size": decoder.intermediate_size,
-        **(_moe_to_json(moe) if moe else {}),
-        "vocab_size": decoder.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": decoder.rms_norm_eps,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
-        "max_position_embeddings": decoder.max_position_embeddings,
-        "attention_bias": decoder.attention_bias,
-        "mlp_bias": decoder.mlp_bias,
-        "tie_word_embeddings": decoder.tie_word_embeddings,
-        "layer_types": ["full_attention"] * decoder.num_layers,
-        "bos_token_id": None if decoder.bos_token_id < 0 else decoder.bos_token_id,
-        "eos_token_id": list(decoder.eos_token_ids),
-    }
-
-
-def _moe_to_json(moe: MoEConfig) -> dict[str, Any]:
-    return {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_tok,
-        "moe_intermediate_size": moe.moe_intermediate_size,
-        "norm_topk_prob": moe.norm_topk_prob,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, sparse in enumerate(moe.sparse_layers) if not sparse],
     }

@@ -45,6 +45,10 @@ class Tokenizer:
         """From the metadata of a GGUF file."""
         return cls(tokenizer_from_metadata(metadata), eos_token_ids=eos_token_ids)
 
+    def save(self, directory: Path) -> None:
+        """Write the files that ``from_directory`` reads, the chat template included."""
+        self._fast.save_pretrained(directory)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
