@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from outrider.parallel.topology import Topology
 Backend = Literal["gloo", "nccl"]
 _TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+# One function each; newer versions of torch have it under the first name and warn of the second.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class TorchCommunicator:
@@ -49,7 +52,7 @@ class TorchCommunicator:
         own = torch.tensor(list(row), dtype=torch.int64)
         gathered = torch.empty(self.size * len(row), dtype=torch.int64)
         with self._errors("all_gather_row"):
-            dist.all_gather_into_tensor(gathered, own, group=self._group)
+            _all_gather(gathered, own, group=self._group)
         return [tuple(other) for other in gathered.view(self.size, -1).tolist()]
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class TorchCommunicator:
         if x.is_cuda:
             reduced = x.new_empty(own, *x.shape[1:])
             with self._errors("reduce_scatter"):
-                dist.reduce_scatter_tensor(reduced, x.contiguous(), group=self._group)
+                _reduce_scatter(reduced, x.contiguous(), group=self._group)
             return reduced
         counts = [own] * self.size
         return sum_in_rank_order(self._exchange("reduce_scatter", x, counts, counts).chunk(self.size))
@@ -81,7 +84,7 @@ class TorchCommunicator:
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         if x.numel():  # the same on all ranks
             with self._errors(name):
-                dist.all_gather_into_tensor(_bytes(gathered), _bytes(x.contiguous()), group=self._group)
+                _all_gather(_bytes(gathered), _bytes(x.contiguous()), group=self._group)
         return gathered
 
     def _exchange(self, name: str, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
@@ -104,7 +107,7 @@ class TorchCommunicator:
             yield
         except RuntimeError as error:  # of the transport: a peer is gone, or the timeout
             raise CollectiveError(
-                f"{self._name}.{name} failed on rank {self.rank} of {self.size}: {str(error).strip().splitlines()[0]}"
+                f"{self._name}.{name} failed on rank {self.rank} of {self.size}: {_reason(error)}"
             ) from error
 
 
@@ -142,9 +145,8 @@ def init_parallel(
             attn_dp=_join("attn_dp", topology, rank, topology.attn_dp_ranks, timeout),
         )
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise CollectiveError(
-            f"rank {rank} of {topology.world_size} could not join at {init_method}: {reason}"
+            f"rank {rank} of {topology.world_size} could not join at {init_method}: {_reason(error)}"
         ) from error
 
 
@@ -166,6 +168,11 @@ def _join(
         if rank in ranks:
             own = TorchCommunicator(group, name=name)
     return own
+
+
+def _reason(error: Exception) -> str:
+    """The first line: torch appends a stack of its own."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _bytes(x: Tensor) -> Tensor:
