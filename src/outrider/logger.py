@@ -7,6 +7,17 @@ import os
 import sys
 
 _ROOT = "outrider"
+_FORMAT = "%(levelname).1s %(asctime)s {}%(name)s: %(message)s"
+_TIME = "%H:%M:%S"
+
+
+def mark_rank(rank: int) -> None:
+    """Put the rank into every line of this process. Ranks behind the first only speak up when something is wrong."""
+    root = get_logger(_ROOT)
+    for handler in root.handlers:
+        handler.setFormatter(logging.Formatter(_FORMAT.format(f"[rank {rank}] "), _TIME))
+    if rank and root.level == logging.INFO:
+        root.setLevel(logging.WARNING)
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -14,7 +25,7 @@ def get_logger(name: str) -> logging.Logger:
     root = logging.getLogger(_ROOT)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(levelname).1s %(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(logging.Formatter(_FORMAT.format(""), _TIME))
         root.addHandler(handler)
         root.propagate = False
         level = os.environ.get("OUTRIDER_LOG_LEVEL", "INFO").upper()

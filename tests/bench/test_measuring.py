@@ -16,7 +16,7 @@ from outrider.bench.run import Run, run_requests
 from outrider.bench.throughput import Load, measure_server
 from outrider.bench.workload import BenchRequest, SamplingPlan
 from outrider.config import EngineArgs
-from outrider.engine.engine_core import EngineCore
+from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 
 PLAN = SamplingPlan(max_tokens=17, temperature=0.0, top_p=1.0, ignore_eos=True, sampling_seed=0)
@@ -48,7 +48,7 @@ def _answers(requests: list[BenchRequest]) -> list[tuple[int, ...]]:
     return [tuple(fixtures.continuation(request.token_ids, request.params.max_tokens or 0)) for request in requests]
 
 
-def _core(contenders: Contenders) -> EngineCore:
+def _core(contenders: Contenders) -> Engine:
     return contenders.build("dspark", num_kv_tokens=1)
 
 

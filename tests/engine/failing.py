@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outrider.batch.step_plan import PassPlan, StepPlan
+from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
+from outrider.engine.setup import build_engine
+from outrider.errors import CheckpointError
+from outrider.parallel.state import ParallelState
 from outrider.sampling.proposal import Proposal
 from outrider.spec_decode.proposer import DraftRequest, Proposer
 
@@ -53,3 +57,18 @@ def core_failing_at_step(fuse: int) -> type[EngineCore]:
             super().__init__(proposer=FailingProposer(proposer, fuse), **rest)  # type: ignore[arg-type]
 
     return FailingCore
+
+
+def build_with_failing_rank(args: EngineArgs, *, parallel: ParallelState, rank: int, fuse: int) -> EngineCore:
+    """``build_engine``, but that the proposer of one rank breaks; for ranks that are processes of their own."""
+    core = build_engine(args, parallel=parallel)
+    if parallel.rank == rank:
+        core._proposer = FailingProposer(core._proposer, fuse)
+    return core
+
+
+def build_that_fails(args: EngineArgs, *, parallel: ParallelState, rank: int) -> EngineCore:
+    """An engine that cannot be built on one rank."""
+    if parallel.rank == rank:
+        raise CheckpointError("model.safetensors: no tensor 'lm_head'")
+    return build_engine(args, parallel=parallel)

@@ -13,7 +13,7 @@ from tests.engine.zoo import Zoo, greedy, tokens
 
 from outrider import SamplingParams
 from outrider.engine.async_engine import AsyncEngine
-from outrider.engine.engine_core import EngineCore
+from outrider.engine.engine import Engine
 from outrider.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from outrider.outputs import RequestOutput
 
@@ -31,7 +31,7 @@ async def read(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 @asynccontextmanager
-async def running(core: EngineCore) -> AsyncIterator[AsyncEngine]:
+async def running(core: Engine) -> AsyncIterator[AsyncEngine]:
     engine = AsyncEngine(core, model_name="cycle")
     try:
         yield engine

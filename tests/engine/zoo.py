@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests import fixtures
 
 from outrider import LLM, SamplingParams
-from outrider.engine.engine_core import EngineCore
+from outrider.engine.engine import Engine
 from outrider.outputs import RequestOutput
 
 TARGET_PROBABILITIES = {7: 0.10, 8: 0.60, 9: 0.30}  # of case T5
@@ -99,7 +99,7 @@ def random_prompt(length: int, *, seed: int = 0) -> list[int]:
     return [(37 * i * i + 11 * i + 17 * seed + 5) % fixtures.CYCLE for i in range(length)]
 
 
-def run_to_end(core: EngineCore) -> dict[str, RequestOutput]:
+def run_to_end(core: Engine) -> dict[str, RequestOutput]:
     """Step until nothing is left; the finished outputs by request id."""
     finished: dict[str, RequestOutput] = {}
     while core.has_unfinished:

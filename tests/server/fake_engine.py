@@ -127,6 +127,9 @@ class FakeEngine:
         for request_id in list(self.running):
             await self.abort(request_id)
 
+    def rank_stats(self) -> tuple[EngineStats, ...]:
+        return (self.stats(),)
+
     def stats(self) -> EngineStats:
         reasons = list(self.ended.values())
         return EngineStats(

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 from tests.server.fake_engine import FakeEngine
-from tests.server.live import LiveServer, eventually, serve
+from tests.server.live import TIMEOUT_S, LiveServer, eventually, serve
 
 from outrider.server.config import ServerConfig
 
@@ -278,15 +278,16 @@ def test_a_full_queue_refuses_all_prompts_of_a_request() -> None:
 def test_an_engine_that_dies() -> None:
     engine = FakeEngine()
     engine.crash_next = True
-    with serve(engine) as live, live.http() as http:
-        assert http.get("/health").status_code == 200
-        for _ in range(2):  # first in flight, then at the door
-            with pytest.raises(openai.InternalServerError) as caught:
-                live.openai().completions.create(model=MODEL, prompt="a")
-            assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
-            assert "secret" not in str(caught.value.body)
-        assert http.get("/health").status_code == 503
-        assert http.get("/v1/models").status_code == 200
+    with serve(engine) as live:
+        with live.http() as http:
+            assert http.get("/health").status_code == 200
+        with pytest.raises(openai.InternalServerError) as caught:
+            live.openai().completions.create(model=MODEL, prompt="a")
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
+        assert "secret" not in str(caught.value.body)
+        assert live.finished.wait(TIMEOUT_S), "the server ends with its engine"
+        assert live.report is not None
+        assert live.report.engine_died
 
 
 def test_a_stream_that_breaks_ends_with_an_error_event() -> None:

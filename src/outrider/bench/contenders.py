@@ -1,8 +1,9 @@
 """The engines that are compared: drafting as asked for, prompt lookup, and no drafting, over one loaded target.
 
 They differ in the proposer alone: same weights, same kernels, same limits, and prompt lookup proposes as many tokens
-as the drafter does. Prefix caching is off, or a repetition would find its own prompts in the cache. The KV pools are
-as small as the workload allows, so that peak memory says something although several engines are in memory.
+as the drafter does. With several ranks each engine is a group of processes with weights of its own. Prefix caching is
+off, or a repetition would find its own prompts in the cache. The KV pools are as small as the workload allows, so that
+peak memory says something although several engines are in memory.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.bench.workload import BenchRequest
-from outrider.config import EngineArgs, EngineConfig, ProposerName
-from outrider.engine.engine_core import EngineCore
+from outrider.config import EngineArgs, EngineConfig, ProposerName, launcher_from_environment
+from outrider.engine.engine import Engine
+from outrider.engine.launch import make_engine
 from outrider.engine.llm import OFFLINE_MAX_WAITING
 from outrider.engine.setup import build_engine, resolve
+from outrider.errors import ConfigError
 from outrider.models.source import LoadedModel, load_model
 from outrider.models.tokenizer import Tokenizer
 
@@ -26,26 +29,30 @@ _LEAST_KV_TOKENS = 4096  # for the drafter's self-test
 class Contenders:
     args: EngineArgs  # as asked for, prefix caching and the limit of the queue off
     config: EngineConfig  # what they resolve to
-    target: LoadedModel
+    target: LoadedModel | None  # None: every rank loads its own
+    tokenizer: Tokenizer
 
     @classmethod
     def load(cls, args: EngineArgs) -> Contenders:
         """Resolve first, so that what cannot run is refused before weights load."""
         args = dataclasses.replace(args, enable_prefix_caching=False, max_num_waiting=OFFLINE_MAX_WAITING)
-        config = resolve(args).config
+        resolved = resolve(args)
+        config = resolved.config
+        if resolved.topology.world_size > 1:
+            if args.nnodes > 1 or launcher_from_environment() is not None:
+                raise ConfigError(
+                    f"nnodes={args.nnodes}: bench starts several engines, so its ranks are of one machine"
+                )
+            return cls(args=args, config=config, target=None, tokenizer=resolved.model.load_tokenizer())
         target = load_model(config.model, dtype=config.dtype, attention_backend=config.attention_backend)
-        return cls(args=args, config=config, target=target)
+        return cls(args=args, config=config, target=target, tokenizer=target.tokenizer)
 
     @property
     def names(self) -> tuple[ProposerName, ...]:
         """What was asked for first; drafting off last."""
         return ("dspark", "lookup", "none") if self.config.proposer == "dspark" else ("lookup", "none")
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.target.tokenizer
-
-    def build(self, name: ProposerName, *, num_kv_tokens: int) -> EngineCore:
+    def build(self, name: ProposerName, *, num_kv_tokens: int) -> Engine:
         """A fresh engine with this proposer and room for ``num_kv_tokens`` tokens, unless the user set the memory."""
         args = self.args
         if name != self.config.proposer:
@@ -61,7 +68,7 @@ class Contenders:
             blocks = -(-needed_tokens // layout.kv_block_size)
             needed = blocks * layout.kv_block_size * layout.bytes_per_token
             args = dataclasses.replace(args, kv_cache_memory_bytes=min(needed, layout.total_bytes))
-        return build_engine(args, target=self.target)
+        return make_engine(args) if self.target is None else build_engine(args, target=self.target)
 
     def num_kv_tokens(self, requests: Sequence[BenchRequest], *, max_concurrency: int) -> int:
         """Room for as many of the longest requests as run together, with the window of a round behind each."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from outrider.bench.http_load import HttpTarget
 from outrider.engine.async_engine import AsyncEngine
-from outrider.engine.engine_core import EngineCore
+from outrider.engine.engine import Engine
 from outrider.server.config import ServerConfig
 from outrider.server.runner import HttpServer, bind
 
@@ -19,7 +19,7 @@ _CONFIG = ServerConfig(port=0, drain_timeout_s=0.0, log_interval_s=86400.0)
 
 
 @contextmanager
-def serving(core: EngineCore, model_name: str) -> Iterator[HttpTarget]:
+def serving(core: Engine, model_name: str) -> Iterator[HttpTarget]:
     """Serve ``core``, idle so far, while the context lasts; what is in flight at its end is aborted."""
     started: Future[tuple[HttpServer, asyncio.AbstractEventLoop]] = Future()
 

@@ -10,7 +10,7 @@ from outrider.bench.contenders import Contenders
 from outrider.bench.run import Run, run_requests
 from outrider.bench.workload import BenchRequest
 from outrider.config import ProposerName
-from outrider.engine.engine_core import EngineCore
+from outrider.engine.engine import Engine
 
 _WARM_UP_TOKENS = 16
 
@@ -38,7 +38,7 @@ def measure_latency(
     return compare(runs, check_output=all(request.params.is_greedy for request in requests))
 
 
-def warm_up(core: EngineCore, requests: Sequence[BenchRequest]) -> None:
+def warm_up(core: Engine, requests: Sequence[BenchRequest]) -> None:
     """A few tokens of each request, together: first calls cost more than later ones."""
     short = [
         dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=_WARM_UP_TOKENS))

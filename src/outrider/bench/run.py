@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.bench.workload import BenchRequest
-from outrider.engine.engine_core import EngineCore
+from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.outputs import SpecCounters
 from outrider.spec_decode.counters import merge_counters
@@ -72,7 +72,7 @@ class Run:
 
 
 def run_requests(
-    core: EngineCore,
+    core: Engine,
     requests: Sequence[BenchRequest],
     *,
     max_concurrency: int,

@@ -15,7 +15,7 @@ from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
 from outrider.engine.async_engine import AsyncEngine
-from outrider.engine.setup import build_engine
+from outrider.engine.launch import make_engine
 from outrider.sampling_params import SamplingParams
 
 PROMPT = ">>> "
@@ -39,7 +39,7 @@ def chat_command(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=sampling_seed)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() line editing and recall where the platform has it
-    engine = AsyncEngine(build_engine(engine_args), model_name=engine_args.model)
+    engine = AsyncEngine(make_engine(engine_args), model_name=engine_args.model)
     with asyncio.Runner() as runner:
         try:
             session = ChatSession(engine, params=params, system=system, write=_write)

@@ -17,6 +17,7 @@ from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
 from outrider.engine.setup import build_engine, resolve
+from outrider.errors import ConfigError
 from outrider.models.source import load_model
 from outrider.outputs import RequestOutput, SpecCounters
 from outrider.runner.kv_memory import KVLayout
@@ -51,6 +52,11 @@ def demo_command(
     console = Console()
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=engine_args.seed)
     resolved = resolve(engine_args)
+    if resolved.topology.world_size > 1:
+        raise ConfigError(
+            f"data_parallel_size={engine_args.data_parallel_size} and tensor_parallel_size="
+            f"{engine_args.tensor_parallel_size}: the demo compares engines of one rank; see bench for more"
+        )
     target = load_model(engine_args.model, dtype=resolved.config.dtype)
     runs = []
     for draft in dict.fromkeys((engine_args.draft, "none", "lookup")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,8 @@ from outrider.cli import PROCESS_START
 from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
-from outrider.engine.engine_core import EngineCore
-from outrider.engine.setup import build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.launch import make_engine
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling_params import SamplingParams
@@ -72,11 +73,11 @@ def generate_command(
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
     )
-    core = build_engine(engine_args)
-    startup_s = time.perf_counter() - PROCESS_START
-    began = time.perf_counter()
-    outputs = run_prompts(core, texts, params, raw=raw, stream=not json and len(texts) == 1 and n == 1)
-    elapsed_s = time.perf_counter() - began
+    with closing(make_engine(engine_args)) as engine:
+        startup_s = time.perf_counter() - PROCESS_START
+        began = time.perf_counter()
+        outputs = run_prompts(engine, texts, params, raw=raw, stream=not json and len(texts) == 1 and n == 1)
+        elapsed_s = time.perf_counter() - began
     if json:
         print_json_line(report(texts, outputs, startup_s=startup_s, elapsed_s=elapsed_s))
     elif len(texts) > 1 or n > 1:
@@ -93,7 +94,7 @@ def generate_command(
 
 
 def run_prompts(
-    core: EngineCore, texts: Sequence[str], params: SamplingParams, *, raw: bool, stream: bool
+    engine: Engine, texts: Sequence[str], params: SamplingParams, *, raw: bool, stream: bool
 ) -> list[RequestOutput]:
     """All prompts through the step loop, in their order; ``stream`` prints the text of a single one as it comes.
 
@@ -103,15 +104,15 @@ def run_prompts(
     finished: dict[str, RequestOutput] = {}
     shown = 0
     while len(finished) < len(texts):
-        room = core.config.max_num_waiting - params.n
-        while pending and (core.stats().num_waiting <= room or not core.has_unfinished):
+        room = engine.config.max_num_waiting - params.n
+        while pending and (engine.stats().num_waiting <= room or not engine.has_unfinished):
             index, text = pending.pop()
             try:
-                token_ids = encode_prompt(core.tokenizer, text, raw=raw)
-                core.add_request(request_id=str(index), prompt=text, prompt_token_ids=token_ids, params=params)
+                token_ids = encode_prompt(engine.tokenizer, text, raw=raw)
+                engine.add_request(request_id=str(index), prompt=text, prompt_token_ids=token_ids, params=params)
             except InvalidRequestError as error:
                 finished[str(index)] = _refused(str(index), text, params, reason=str(error))
-        for output in core.step():
+        for output in engine.step():
             if stream:
                 text = output.outputs[0].text
                 print(text[shown:], end="", flush=True)

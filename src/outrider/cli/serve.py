@@ -10,7 +10,7 @@ from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
 from outrider.engine.async_engine import AsyncEngine
-from outrider.engine.setup import build_engine
+from outrider.engine.launch import join_group, make_engine
 from outrider.server.config import ServerConfig
 from outrider.server.runner import ServerReport, bind, run_server
 
@@ -53,11 +53,14 @@ def serve_command(
         drain_timeout_s=drain_timeout,
         log_interval_s=log_interval,
     )
+    join_group(engine_args)
     with bind(config) as bound:
-        engine = AsyncEngine(build_engine(engine_args), model_name=engine_args.model)
+        engine = AsyncEngine(make_engine(engine_args), model_name=engine_args.model)
         report = run_server(engine, config, bound=bound)
     if json:
         print_json_line(report_json(report))
+    if report.engine_died:
+        raise typer.Exit(1)
 
 
 def report_json(report: ServerReport) -> dict[str, object]:
@@ -65,6 +68,7 @@ def report_json(report: ServerReport) -> dict[str, object]:
     return {
         "uptime_s": report.uptime_s,
         "drained": report.drained,
+        "engine_died": report.engine_died,
         "requests_finished": dict(stats.requests_finished),
         "prompt_tokens": stats.prompt_tokens_total,
         "generation_tokens": stats.generation_tokens_total,

@@ -1,19 +1,21 @@
 """The asynchronous engine below the server: one thread runs the step loop, an event loop talks to it.
 
-The thread owns the engine core; nothing else touches it. Commands (add, abort) go in through a queue that the thread
-empties between steps; snapshots come out through each request's own asyncio queue. Only the newest snapshot matters,
-so a slow reader costs memory for one. A step that raises ends the engine: every reader gets ``EngineDeadError``.
+The thread owns the engine; nothing else touches it, but to interrupt it where it waits for ranks or for work. Commands
+(add, abort) go in through a queue that the thread empties between steps; snapshots come out through each request's own
+asyncio queue. Only the newest snapshot matters, so a slow reader costs memory for one. A step that raises ends the
+engine: every reader gets ``EngineDeadError``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.engine.engine_core import EngineCore
+from outrider.engine.engine import Engine
 from outrider.errors import EngineDeadError, InvalidRequestError, OutriderError, QueueFullError
 from outrider.logger import get_logger
 from outrider.models.tokenizer import Tokenizer
@@ -65,7 +67,7 @@ class _Submission:
 class AsyncEngine:
     """Implements the server's ``AsyncEngineClient``."""
 
-    def __init__(self, core: EngineCore, *, model_name: str) -> None:
+    def __init__(self, core: Engine, *, model_name: str) -> None:
         self.model_name = model_name
         self._core = core
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -73,7 +75,7 @@ class AsyncEngine:
         self._death: EngineDeadError | None = None
         self._draining = False
         self._stopping = False
-        self._stats = core.stats()
+        self._note_stats()
         self._num_waiting_to_enter = 0  # of the event loop alone: submissions not yet added by the thread
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
@@ -98,6 +100,10 @@ class AsyncEngine:
         """The engine's counters after its latest step."""
         return self._stats
 
+    def rank_stats(self) -> tuple[EngineStats, ...]:
+        """The same of each data-parallel rank."""
+        return self._rank_stats
+
     async def generate(
         self, *, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -110,7 +116,7 @@ class AsyncEngine:
         submission = _Submission(
             prompt=prompt, prompt_token_ids=prompt_token_ids, params=params, request_id=request_id, mailbox=mailbox
         )
-        self._commands.put(lambda: self._add(submission))
+        self._submit(lambda: self._add(submission))
         finished = False
         try:
             while not finished:
@@ -122,11 +128,11 @@ class AsyncEngine:
             raise
         finally:
             if not finished:
-                self._commands.put(lambda: self._abort(request_id, mailbox))
+                self._submit(lambda: self._abort(request_id, mailbox))
 
     async def abort(self, request_id: str) -> None:
         """End a request wherever it stands; its reader gets a last snapshot. Unknown ids are ignored."""
-        self._commands.put(lambda: self._abort(request_id, None))
+        self._submit(lambda: self._abort(request_id, None))
 
     async def shutdown(self, drain_s: float) -> None:
         """Finish running requests for at most ``drain_s`` seconds, abort the rest, end the thread."""
@@ -135,7 +141,7 @@ class AsyncEngine:
         await self._flush_commands()
         while self._core.has_unfinished and self.healthy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        self._commands.put(self._stop)
+        self._submit(self._stop)
         await asyncio.to_thread(self._thread.join)
 
     async def _flush_commands(self) -> None:
@@ -148,38 +154,49 @@ class AsyncEngine:
         def mark() -> None:
             loop.call_soon_threadsafe(taken.set)
 
-        self._commands.put(mark)
+        self._submit(mark)
         while self._thread.is_alive() and not taken.is_set():
             try:
                 await asyncio.wait_for(taken.wait(), timeout=0.5)
             except TimeoutError:
                 continue
 
+    def _submit(self, command: Command) -> None:
+        self._commands.put(command)
+        self._core.interrupt()
+
     # ---- the engine thread
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._take_commands(block=not self._core.has_unfinished)
+                self._take_commands()
                 outputs = self._core.step() if self._core.has_unfinished else []
-                self._stats = self._core.stats()  # first: who has its answer finds it counted
+                self._note_stats()  # first: who has its answer finds it counted
                 self._publish(outputs)
+                if not self._core.has_unfinished and not self._stopping:
+                    self._core.wait()
+            self._core.close()
         except Exception as error:
             logger.exception("the engine loop ended by an error")
-            self._death = EngineDeadError(f"the engine loop ended by {type(error).__name__}: {error}")
+            self._death = _as_death(error)
             for mailbox in self._mailboxes.values():
                 mailbox.post(self._death)
             self._mailboxes.clear()
+            with contextlib.suppress(Exception):  # what broke in a step may be broken here too
+                self._core.close()
             self._serve_dead()
+
+    def _note_stats(self) -> None:
+        self._rank_stats = self._core.rank_stats()
+        self._stats = self._rank_stats[0] if len(self._rank_stats) == 1 else self._core.stats()
 
     def _serve_dead(self) -> None:
         """Answer what still comes in until shutdown, so that no reader waits for ever."""
         while not self._stopping:
             self._commands.get()()
 
-    def _take_commands(self, *, block: bool) -> None:
-        if block:
-            self._commands.get()()
+    def _take_commands(self) -> None:
         while not self._stopping:
             try:
                 command = self._commands.get_nowait()
@@ -229,3 +246,9 @@ class AsyncEngine:
             for request_id in list(self._mailboxes):
                 self._abort(request_id, None)
         self._stopping = True
+
+
+def _as_death(error: Exception) -> EngineDeadError:
+    if isinstance(error, EngineDeadError):  # of a group of ranks, which knows more
+        return error
+    return EngineDeadError(f"the engine loop ended by {type(error).__name__}: {error}")

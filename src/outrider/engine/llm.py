@@ -1,6 +1,7 @@
 """The offline API: ``LLM(model).generate(prompts, sampling_params)``, with the meaning of vLLM's.
 
-One process, no thread: ``generate`` runs the step loop until all its requests have ended.
+``generate`` runs the step loop until all its requests have ended. With one rank that is all in this process; with more,
+the ranks are processes, which ``close`` ends, or the ``with`` statement, or the end of the program.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any, TypedDict
 from tqdm import tqdm
 
 from outrider.config import EngineArgs
-from outrider.engine.engine_core import EngineCore
-from outrider.engine.setup import build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.launch import make_engine
 from outrider.errors import InvalidRequestError
 from outrider.models.tokenizer import ChatMessage, Tokenizer
 from outrider.outputs import EngineStats, RequestOutput
@@ -44,12 +45,12 @@ class LLM:
         if unknown:
             raise TypeError(f"LLM() got unknown arguments {unknown}; known: {sorted(EngineArgs.__slots__)}")
         args: dict[str, Any] = {"max_num_waiting": OFFLINE_MAX_WAITING, **engine_args}
-        self._core = build_engine(EngineArgs(model=model, **args))
+        self._core = make_engine(EngineArgs(model=model, **args))
         self._ids = itertools.count()
 
     @classmethod
-    def from_core(cls, core: EngineCore) -> LLM:
-        """Over an engine core built elsewhere."""
+    def from_core(cls, core: Engine) -> LLM:
+        """Over an engine built elsewhere."""
         llm = cls.__new__(cls)
         llm._core = core
         llm._ids = itertools.count()
@@ -60,12 +61,22 @@ class LLM:
         return self._core.tokenizer
 
     @property
-    def core(self) -> EngineCore:
+    def core(self) -> Engine:
         """The engine below: its ``step``, ``add_request`` and ``abort``, for callers that run the loop themselves."""
         return self._core
 
     def stats(self) -> EngineStats:
         return self._core.stats()
+
+    def close(self) -> None:
+        """End the engine and the processes of its ranks. May be called again."""
+        self._core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -122,6 +133,8 @@ class LLM:
     def _run(
         self, requests: Sequence[tuple[str | None, Sequence[int], SamplingParams]], use_tqdm: bool
     ) -> list[RequestOutput]:
+        if self._core.has_unfinished:  # their snapshots would be lost in the loop below
+            raise InvalidRequestError("requests added through LLM.core are unfinished: step them to their end first")
         ids: list[str] = []
         finished: dict[str, RequestOutput] = {}
         try:

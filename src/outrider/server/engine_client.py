@@ -55,6 +55,10 @@ class AsyncEngineClient(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def rank_stats(self) -> tuple[EngineStats, ...]:
+        """The same of each data-parallel rank."""
+        ...
+
     async def shutdown(self, drain_s: float) -> None:
         """Let running requests finish for at most ``drain_s`` seconds, abort the rest and free everything."""
         ...

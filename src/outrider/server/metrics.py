@@ -6,7 +6,7 @@ server sees when a request's tokens arrive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -36,6 +36,9 @@ class _EngineCollector(Collector):
         stats = self._engine.stats()
         yield from self._gauges(stats)
         yield from self._counters(stats)
+        ranks = self._engine.rank_stats()
+        if len(ranks) > 1:
+            yield from self._of_ranks(ranks)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         for name, text, value in (
@@ -56,6 +59,23 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"outrider:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
+
+    def _of_ranks(self, ranks: Sequence[EngineStats]) -> Iterator[Metric]:
+        """What tells whether requests are well spread."""
+        labels = ["model_name", "dp_rank"]
+        for name, text, values in (
+            ("rank_num_requests_running", "Requests of a rank.", [stats.num_running for stats in ranks]),
+            ("rank_num_requests_waiting", "Requests queued on a rank.", [stats.num_waiting for stats in ranks]),
+            ("rank_kv_cache_usage_perc", "Share of a rank's KV blocks in use, 0 to 1.", list(map(kv_usage, ranks))),
+        ):
+            gauge = GaugeMetricFamily(f"outrider:{name}", text, labels=labels)
+            for rank, value in enumerate(values):
+                gauge.add_metric([self._model_name, str(rank)], value)
+            yield gauge
+        generated = CounterMetricFamily("outrider:rank_generation_tokens", "Tokens emitted by a rank.", labels=labels)
+        for rank, stats in enumerate(ranks):
+            generated.add_metric([self._model_name, str(rank)], stats.generation_tokens_total)
+        yield generated
 
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         spec = stats.spec

@@ -1,8 +1,9 @@
-"""The life of a serving process: bind, serve, log, drain, exit 0.
+"""The life of a serving process: bind, serve, log, drain, exit 0; or exit 1 where the engine has died.
 
 The first SIGTERM or SIGINT starts the drain: the socket stays open, new work is answered with 503, and what is in
 flight may finish for ``drain_timeout_s``. A second signal, or that time, ends the rest. uvicorn's own handling
-would close the socket at once and end the process by the signal, so it is replaced.
+would close the socket at once and end the process by the signal, so it is replaced. An engine that ends by an error
+has answered everything in flight with it; the server then ends too, so that whoever runs it can start it again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from outrider.server.state import ServerState
 logger = get_logger("server")
 
 _POLL_S = 0.02
+_HEALTH_POLL_S = 0.1
 _BACKLOG = 2048
 # How long answers that were cut short may take to be written out.
 _CLOSE_TIMEOUT_S = 3
@@ -40,6 +42,7 @@ class ServerReport:
     stats: EngineStats
     uptime_s: float
     drained: bool  # every in-flight request finished by itself
+    engine_died: bool
 
 
 class _UvicornServer(uvicorn.Server):
@@ -103,31 +106,38 @@ class HttpServer:
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]))
         logging = asyncio.create_task(log_periodically(self._engine, interval_s=self._config.log_interval_s))
         stopping = asyncio.create_task(self._stop.wait())
+        dying = asyncio.create_task(self._until_engine_dies())
         logger.info("serving %s on %s", self.state.model_name, self.address)
         try:
-            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
             drained = await self._drain()
             await self._engine.shutdown(0.0)
             stats = self._engine.stats()
             self._uvicorn.should_exit = True
             await serving
         finally:
-            for task in (serving, logging, stopping):
+            for task in (serving, logging, stopping, dying):
                 task.cancel()
-            await asyncio.gather(serving, logging, stopping, return_exceptions=True)
+            await asyncio.gather(serving, logging, stopping, dying, return_exceptions=True)
             self.state.close()
             self._socket.close()
-        return ServerReport(stats=stats, uptime_s=loop.time() - started, drained=drained)
+        return ServerReport(
+            stats=stats, uptime_s=loop.time() - started, drained=drained, engine_died=not self._engine.healthy
+        )
+
+    async def _until_engine_dies(self) -> None:
+        while self._engine.healthy:
+            await asyncio.sleep(_HEALTH_POLL_S)
+        logger.error("the engine has ended by an error: the server ends")
 
     async def _drain(self) -> bool:
         """True if everything in flight finished by itself."""
-        self.state.draining = True
+        self.state.draining = self._engine.healthy  # a dead engine is the better reason to give
+        limit_s = self._config.drain_timeout_s if self._engine.healthy else _CLOSE_TIMEOUT_S
         if self.state.in_flight:
-            logger.info(
-                "draining: %d requests in flight, %g s at most", self.state.in_flight, self._config.drain_timeout_s
-            )
+            logger.info("draining: %d requests in flight, %g s at most", self.state.in_flight, limit_s)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.drain_timeout_s
+        deadline = loop.time() + limit_s
         while self.state.in_flight and loop.time() < deadline and not self._force.is_set():
             await asyncio.sleep(_POLL_S)
         if self.state.in_flight:
