@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,13 +14,16 @@ from tests.paged import PagedSequences
 from torch import Tensor, nn
 
 from outrider.config import QuantizationName
-from outrider.layers.linear import Linear
+from outrider.layers.embedding import LMHead
+from outrider.layers.linear import Linear, MergedLinear
 from outrider.models.decoder import Decoder
+from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.native_stack import layer_format
 from outrider.ops.native_kernels import Kernels, load_kernels
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat, reference_linear
 
+AnyModel = TypeVar("AnyModel", Decoder, DSparkDrafter)
 MODES: tuple[QuantizationName, ...] = ("int8", "int4")
 DENSE = [name for name, (kind, _) in VARIANTS.items() if kind in ("llama", "qwen3")]
 WIDE: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 104, "head_dim": 20}  # ragged panels, groups, heads
@@ -37,22 +40,28 @@ def kernels() -> Kernels:
 class QuantisedLinear(nn.Module):
     """A linear layer whose product is the reference of the packed one."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat) -> None:
+    def __init__(self, kernels: Kernels, linear: Linear | LMHead, weight_format: WeightFormat) -> None:
         super().__init__()
-        self.matrix = PackedMatrix.pack(kernels, weight.data, bias, weight_format=weight_format, name="weight")
+        self.weight = linear.weight
+        self.shard_rows = linear.shard_rows if isinstance(linear, MergedLinear) else {}
+        bias = linear.bias if isinstance(linear, Linear) else None
+        self.matrix = PackedMatrix.pack(kernels, self.weight.data, bias, weight_format=weight_format, name="weight")
 
     def forward(self, x: Tensor) -> Tensor:
         return reference_linear(self.matrix, x)
 
+    def forward_from(self, x: Tensor, *, first_shard: str) -> Tensor:
+        return reference_linear(self.matrix, x)[:, self.shard_rows[first_shard][0] :]
 
-def quantised_reference(kernels: Kernels, decoder: Decoder, mode: QuantizationName) -> Decoder:
-    """``decoder`` itself, its products replaced."""
-    for parent in list(decoder.modules()):
+
+def quantised_reference(kernels: Kernels, model: AnyModel, mode: QuantizationName) -> AnyModel:
+    """``model`` itself, its products replaced."""
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, QuantisedLinear(kernels, child.weight, child.bias, layer_format(mode)))
-    decoder.lm_head = QuantisedLinear(kernels, decoder.lm_head.weight, None, WeightFormat.INT8)  # type: ignore[assignment]
-    return decoder
+                setattr(parent, name, QuantisedLinear(kernels, child, layer_format(mode)))
+    model.lm_head = QuantisedLinear(kernels, model.lm_head, WeightFormat.INT8)  # type: ignore[assignment]
+    return model
 
 
 def close(found: Tensor, expected: Tensor) -> None:

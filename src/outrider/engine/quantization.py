@@ -1,19 +1,25 @@
 """What ``--quantization`` means: which weights run in compiled passes, and what is refused by name.
 
-``none`` runs the torch modules. ``int8`` and ``int4`` pack the layers of target and drafter for the compiled kernels
-(the LM head is int8 in both). ``auto`` chooses them where this machine can build them and the model is covered: int4
-for a GGUF file whose layers are 4-bit already, which loses nothing, int8 for everything else.
+``none`` runs the torch modules. ``int8`` and ``int4`` pack the target for the compiled kernels (the LM head is int8 in
+both) and a dense drafter in int8; a drafter with expert layers stays as it is. ``auto`` chooses them where this machine
+can build them and the model is covered: int4 for a GGUF file whose layers are 4-bit already, which loses nothing, int8
+for everything else.
 """
 
 from __future__ import annotations
 
 from outrider.config import EngineArgs, QuantizationName
 from outrider.errors import ConfigError
+from outrider.logger import get_logger
 from outrider.models.decoder import Decoder
 from outrider.models.describe import ModelDescription
+from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_decoder import NativeDecoder
+from outrider.models.native_drafter import NativeDrafter
 from outrider.models.native_stack import require_native
 from outrider.ops.native_kernels import Kernels, load_kernels
+
+logger = get_logger(__name__)
 
 
 def resolve_quantization(args: EngineArgs, model: ModelDescription) -> QuantizationName:
@@ -49,3 +55,15 @@ def quantised_target(model: Decoder, quantization: QuantizationName) -> Decoder 
     if quantization == "none":
         return model
     return NativeDecoder(required_kernels(), model, quantization=quantization)
+
+
+def quantised_drafter(model: DSparkDrafter, quantization: QuantizationName) -> DSparkDrafter | NativeDrafter:
+    """``model`` itself without a quantization, and where no kernel covers it (expert layers)."""
+    if quantization == "none":
+        return model
+    try:
+        require_native(model.config.decoder, quantization=quantization, what="drafter")
+    except ConfigError as error:
+        logger.info("the drafter runs in torch: %s", error)
+        return model
+    return NativeDrafter(required_kernels(), model)

@@ -19,7 +19,7 @@ from outrider.config import DrafterConfig, DTypeName, EngineArgs, EngineConfig, 
 from outrider.engine.agreement import StepAgreement
 from outrider.engine.capture import capture_tiers
 from outrider.engine.engine_core import EngineCore
-from outrider.engine.quantization import quantised_target, resolve_quantization
+from outrider.engine.quantization import quantised_drafter, quantised_target, resolve_quantization
 from outrider.engine.self_test import run_self_test
 from outrider.errors import ConfigError
 from outrider.kv_cache.manager import KVCacheManager
@@ -254,7 +254,7 @@ def _build_proposer(
     )
     kv_caches: list[LayerKV] = allocate_kv(drafter.config.decoder, resolved.layout, dtype=config.dtype, device=device)
     proposer = DSparkProposer(
-        drafter=drafter.model,
+        drafter=quantised_drafter(drafter.model, config.quantization),
         config=drafter.config,
         num_speculative_tokens=config.num_speculative_tokens,
         kv_caches=kv_caches,

@@ -13,6 +13,7 @@ Shape legend: N rows, I inputs, O outputs, G groups, P panels of 16 outputs.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -52,6 +53,7 @@ class PackedMatrix:
             panels=-(-outputs // PANEL),
             groups=-(-inputs // GROUP),
         )
+        self._pointer = (MatrixStruct * 1)(self.struct)
 
     @staticmethod
     def pack(
@@ -79,6 +81,11 @@ class PackedMatrix:
             bias = torch.where(padded_X >= 0, bias_O.float()[padded_X.clamp(min=0)], 0.0).contiguous()
         inputs = weight_OI.shape[1]
         return PackedMatrix(data, bias, weight_format=weight_format, outputs=outputs, inputs=inputs, error=error)
+
+    @property
+    def pointer(self) -> ctypes.Array[MatrixStruct]:
+        """For a field that points to this matrix; valid while the instance lives."""
+        return self._pointer
 
     def linear(self, kernels: Kernels, x_NI: Tensor) -> Tensor:
         """fp32 [N, O]."""

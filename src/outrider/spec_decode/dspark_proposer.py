@@ -20,6 +20,7 @@ from outrider.batch.step_plan import PassKind, PassPlan, StepPlan
 from outrider.config import DrafterConfig
 from outrider.layers.attention.interface import LayerKV
 from outrider.models.dspark import DSparkDrafter
+from outrider.models.native_drafter import NativeDrafter
 from outrider.runner.batch_builder import BatchBuilder, DraftRow
 from outrider.runner.graph_runner import GraphKey, GraphRunner
 from outrider.sampling.proposal import Proposal, propose
@@ -30,7 +31,7 @@ class DSparkProposer:
     def __init__(
         self,
         *,
-        drafter: DSparkDrafter,
+        drafter: DSparkDrafter | NativeDrafter,
         config: DrafterConfig,
         num_speculative_tokens: int,
         kv_caches: Sequence[LayerKV],

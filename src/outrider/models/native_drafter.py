@@ -1,0 +1,165 @@
+"""The drafter in compiled passes: a ``DrafterModel`` with its sequential head, made from a loaded ``DSparkDrafter``.
+
+Block pass and context projection are one call into C++ each, with int8 weights whatever the target's: a drafter is
+small, its own weights lie on no 4-bit grid, and what it loses it loses in accepted drafts. Its LM head, and the matrix
+that turns Markov features into a bias, are int8 too; the rest of the sequential head stays the module it was. What is
+recorded as drawn from is what these products give, so the output's distribution is the target's as ever.
+
+Shape legend: as ``models/dspark.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outrider.batch.expert_metadata import ExpertMetadata
+from outrider.layers.attention.interface import BlockMetadata, LayerKV
+from outrider.models.decoder import DecoderLayer
+from outrider.models.dspark import DSparkDrafter
+from outrider.models.native_stack import NativeStack
+from outrider.ops.native_kernels import ContextStruct, Kernels, PassStruct, address
+from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
+
+
+class NativeDrafter(nn.Module):
+    """See the module docstring."""
+
+    crosses_dp_ranks = False  # dense layers only
+    draft_to_target_V: Tensor  # int64 [Vd]
+
+    def __init__(self, kernels: Kernels, drafter: DSparkDrafter) -> None:
+        super().__init__()
+        layers = [layer for layer in drafter.layers if isinstance(layer, DecoderLayer)]
+        decoder = drafter.config.decoder
+        self.config = drafter.config
+        self.slot_offset = drafter.slot_offset
+        self.register_buffer("draft_to_target_V", drafter.draft_to_target_V, persistent=False)
+        self.embed_tokens = drafter.embed_tokens
+        self.markov_head = drafter.markov_head
+        self.confidence_head = drafter.confidence_head
+        self._dtype = drafter.fc.weight.dtype  # what the modules that stay compute in
+        self._kernels = kernels
+        self._stack = NativeStack(
+            kernels, decoder, layers, drafter.norm, drafter.rotary, weight_format=WeightFormat.INT8, context=True
+        )
+        self._fc = self._stack.packed(drafter.fc, "fc")
+        self._context_norm = self._stack.padded_vector(drafter.hidden_norm.weight)
+        self._lm_head = _packed(kernels, drafter.lm_head.weight, "lm_head")
+        self._markov = (
+            None if drafter.markov_head is None else _packed(kernels, drafter.markov_head.markov_w2.weight, "markov_w2")
+        )
+
+    def write_context(
+        self,
+        taps_NF: Tensor,
+        positions_N: Tensor,
+        kv_caches: Sequence[LayerKV],
+        slot_mapping_N: Tensor,
+    ) -> None:
+        """Store every layer's keys and values of committed positions; rows with slot -1 are skipped."""
+        assert taps_NF.shape[1] == self._fc.inputs, f"{taps_NF.shape[1]} tapped features, not {self._fc.inputs}"
+        rows = taps_NF.shape[0]
+        if rows == 0:
+            return
+        tables = self._stack.rotary
+        tables.cover(int(positions_N.max()) + 1)
+        caches, kv_is_bf16 = self._stack.caches(kv_caches)
+        taps_NF, positions_N, slots_N = (
+            taps_NF.float().contiguous(),
+            positions_N.contiguous(),
+            slot_mapping_N.contiguous(),
+        )
+        arguments = ContextStruct(
+            fc=self._fc.pointer,
+            norm=self._context_norm,
+            taps=address(taps_NF, torch.float32),
+            positions=address(positions_N, torch.int64),
+            cos=address(tables.cos_PE, torch.float32),
+            sin=address(tables.sin_PE, torch.float32),
+            caches=caches,
+            slots=address(slots_N, torch.int64),
+            rows=rows,
+            taps_width=taps_NF.shape[1],
+            kv_is_bf16=kv_is_bf16,
+            num_positions=tables.cos_PE.shape[0],
+        )
+        self._kernels.write_context(self._stack.struct, arguments)
+
+    def forward(
+        self,
+        anchor_ids_R: Tensor,
+        anchor_positions_R: Tensor,
+        kv_caches: Sequence[LayerKV],
+        metadata: BlockMetadata,
+        experts: ExpertMetadata,
+    ) -> Tensor:
+        """Hidden of every block row after the final norm: fp32 [R, W, D]."""
+        width, hidden = self.config.block_width, self.config.decoder.hidden_size
+        assert metadata.block_width == width, f"metadata is for blocks of {metadata.block_width} rows, not {width}"
+        requests = anchor_ids_R.shape[0]
+        block_ids_RW = anchor_ids_R.new_full((requests, width), self.config.mask_token_id)
+        block_ids_RW[:, 0] = anchor_ids_R
+        positions_RW = anchor_positions_R[:, None] + torch.arange(width)
+        starts_R1 = torch.arange(0, (requests + 1) * width, width, dtype=torch.int32)
+        hidden_RWD = torch.empty(requests, width, hidden)
+        tables = self._stack.rotary
+        tables.cover(metadata.max_context_len + width)
+        caches, kv_is_bf16 = self._stack.caches(kv_caches)
+        embedding = self.embed_tokens.weight
+        in_bf16 = embedding.dtype == torch.bfloat16
+        arguments = PassStruct(
+            embedding=None if in_bf16 else address(embedding, torch.float32),
+            embedding_bf16=address(embedding, torch.bfloat16) if in_bf16 else None,
+            token_ids=address(block_ids_RW, torch.int64),
+            positions=address(positions_RW, torch.int64),
+            cos=address(tables.cos_PE, torch.float32),
+            sin=address(tables.sin_PE, torch.float32),
+            caches=caches,
+            slots=None,
+            starts=address(starts_R1, torch.int32),
+            lengths=address(metadata.context_lens_R, torch.int32),
+            tables=address(metadata.block_tables_RB, torch.int32),
+            hidden=address(hidden_RWD, torch.float32),
+            rows=requests * width,
+            requests=requests,
+            table_width=metadata.block_tables_RB.shape[1],
+            block_size=metadata.kv_block_size,
+            kv_is_bf16=kv_is_bf16,
+            vocab_size=embedding.shape[0],
+            num_positions=tables.cos_PE.shape[0],
+        )
+        self._kernels.run_pass(self._stack.struct, arguments)
+        return hidden_RWD
+
+    def compute_base_logits(self, hidden_KD: Tensor) -> Tensor:
+        """fp32 [K, Vd], without the Markov bias."""
+        return self._lm_head.linear(self._kernels, hidden_KD)
+
+    # The sequential head: as DSparkDrafter's.
+
+    def markov_state(self, num_requests: int) -> Tensor:
+        """The state before the first slot, [R, r]; only the rnn head changes it."""
+        return torch.zeros(num_requests, self.config.markov_rank, dtype=self._dtype)
+
+    def markov_bias(self, prev_ids_R: Tensor, hidden_RD: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 bias [R, Vd] to the slot's base logits, and the next state."""
+        if self.markov_head is None or self._markov is None:
+            return torch.zeros(hidden_RD.shape[0], self.config.draft_vocab_size), state
+        features_Rr, state = self.markov_head.features(prev_ids_R, hidden_RD.to(self._dtype), state)
+        return self._markov.linear(self._kernels, features_Rr), state
+
+    def confidence_logits(self, hidden_RD: Tensor, prev_ids_R: Tensor) -> Tensor:
+        """fp32 [R]; only for drafters with a confidence head."""
+        assert self.confidence_head is not None, "this drafter has no confidence head"
+        if self.config.confidence_head_with_markov:
+            assert self.markov_head is not None
+            hidden_RD = torch.cat((hidden_RD, self.markov_head.markov_w1(prev_ids_R).float()), dim=-1)
+        logits_R: Tensor = self.confidence_head(hidden_RD)
+        return logits_R
+
+
+def _packed(kernels: Kernels, weight: Tensor, name: str) -> PackedMatrix:
+    return PackedMatrix.pack(kernels, weight.data, None, weight_format=WeightFormat.INT8, name=name)
