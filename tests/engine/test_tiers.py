@@ -9,9 +9,15 @@ from tests import fixtures
 from tests.engine.zoo import Zoo, assert_same_but_for_ties, generate, greedy, random_prompt, tokens
 
 from outrider import SamplingParams
+from outrider.batch.step_plan import EAGER, PassKind, StepPlan
 from outrider.config import EngineArgs
-from outrider.engine.setup import resolve
+from outrider.engine.setup import build_engine, resolve
+from outrider.ops.native_kernels import load_kernels
+from outrider.parallel.simulated import run_simulated
+from outrider.parallel.state import ParallelState
+from outrider.parallel.topology import Topology
 
+needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
 LENGTHS = (1, 15, 16, 17, 33, 40, 5, 23)
 
 
@@ -88,3 +94,46 @@ def test_defaults_resolve_to_what_the_device_and_the_ranks_ask_for(zoo: Zoo) -> 
         model=model, data_parallel_size=2, enable_expert_parallel=True, mask_padded_tokens="off", draft="none"
     )
     assert resolve(args).config.mask_padded_tokens is False
+
+
+@pytest.mark.parametrize("incapable", [(), (1,)], ids=["all capable", "rank 1 eager"])
+def test_the_vote_of_one_rank_makes_every_rank_eager(incapable: tuple[int, ...], zoo: Zoo) -> None:
+    """Dense models, so that ranks may start up unlike; one captured nothing, and no rank replays on its own."""
+
+    def on_rank(parallel: ParallelState) -> list[StepPlan]:
+        args = EngineArgs(
+            model=str(zoo.path("cycle")),
+            draft=str(zoo.path("perfect")),
+            max_model_len=64,
+            max_num_seqs=3,
+            kv_cache_memory_bytes=1 << 20,
+            data_parallel_size=2,
+            enforce_eager=parallel.rank in incapable,
+        )
+        core = build_engine(args, parallel=parallel)
+        prompt = fixtures.orbit_prompt(5)
+        core.add_request(request_id="r", prompt=None, prompt_token_ids=prompt, params=greedy(20, ignore_eos=True))
+        plans = []
+        while not plans or not core.agreement.all_idle:
+            core.step()
+            assert core.plan is not None
+            plans.append(core.plan)
+        return plans
+
+    topology = Topology(data_parallel_size=2, tensor_parallel_size=1, enable_expert_parallel=False)
+    plans = run_simulated(topology, on_rank)
+    assert plans[0] == plans[1]
+    tiers = {pass_plan.kind: pass_plan.tier for plan in plans[0] for pass_plan in plan.passes}
+    decode = EAGER if incapable else 1
+    assert tiers == {PassKind.PREFILL: EAGER, PassKind.DRAFT: decode, PassKind.VERIFY: decode}
+
+
+@needs_kernels
+def test_compiled_passes_give_the_same_bits_in_tiers(zoo: Zoo) -> None:
+    prompts = [random_prompt(n, seed=n) for n in (4, 9, 20, 33, 7)]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=25, ignore_eos=True)
+    texts = []
+    for eager in (True, False):
+        llm = zoo.llm("rand", "random", max_model_len=128, max_num_seqs=6, quantization="int8", enforce_eager=eager)
+        texts.append([tokens(output) for output in generate(llm, prompts, params)])
+    assert texts[0] == texts[1]

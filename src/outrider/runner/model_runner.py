@@ -57,10 +57,9 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: PrefillBatch | VerifyBatch) -> TargetOutput:
         real = batch.tokens.value
-        if real or self._target.crosses_dp_ranks:
-            output = self._graphs.run(GraphKey.of(batch.plan, batch.rank), batch.inputs, self._forward)
-        else:
-            output = self._no_rows()
+        if not (real or self._target.crosses_dp_ranks):
+            return self._no_rows(batch)
+        output = self._graphs.run(GraphKey.of(batch.plan, batch.rank), batch.inputs, self._forward)
         match batch:
             case PrefillBatch():
                 hidden_KD = output.hidden_ND[batch.logit_rows_K]
@@ -90,9 +89,13 @@ class ModelRunner:
             inputs.experts,
         )
 
-    def _no_rows(self) -> DecoderOutput:
-        """What a forward gives for zero rows."""
-        hidden_size, kv = self._target.config.hidden_size, self._kv_caches[0].key_SHD
-        return DecoderOutput(
-            hidden_ND=kv.new_empty(0, hidden_size), taps_NF=kv.new_empty(0, hidden_size * len(self._tap_layer_ids))
+    def _no_rows(self, batch: PrefillBatch | VerifyBatch) -> TargetOutput:
+        """What a pass without rows gives, without running it."""
+        config, device = self._target.config, batch.token_ids_N.device
+        return TargetOutput(
+            logits_KV=torch.empty(0, config.vocab_size, device=device),
+            finite_K=(),
+            taps_NF=torch.empty(0, config.hidden_size * len(self._tap_layer_ids), device=device),
+            positions_N=batch.positions_N[:0],
+            slots_N=batch.metadata.slot_mapping_N[:0],
         )
