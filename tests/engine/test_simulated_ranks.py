@@ -14,6 +14,7 @@ from tests import fixtures
 from tests.engine.zoo import Zoo, assert_same_but_for_ties, generate, greedy, random_prompt
 
 from outrider import SamplingParams
+from outrider.batch.step_plan import EAGER, PassKind, StepFamily, StepPlan
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
 from outrider.engine.setup import build_engine, topology_of
@@ -36,8 +37,8 @@ def load_of(vector: Sequence[int], rank: int) -> list[tuple[list[int], SamplingP
     return [(prompt, greedy(5 + (3 * i + rank) % 9, ignore_eos=True, logprobs=2)) for i, prompt in enumerate(prompts)]
 
 
-def run_vector(core: EngineCore, vector: Sequence[int], rank: int) -> list[RequestOutput]:
-    """This rank's requests, stepping as long as any rank has some."""
+def run_vector(core: EngineCore, vector: Sequence[int], rank: int, plans: list[StepPlan]) -> list[RequestOutput]:
+    """This rank's requests, stepping as long as any rank has some; every step's plan is added to ``plans``."""
     load = load_of(vector, rank)
     finished: dict[str, RequestOutput] = {}
     step = 0
@@ -46,6 +47,8 @@ def run_vector(core: EngineCore, vector: Sequence[int], rank: int) -> list[Reque
             for i, (prompt, params) in enumerate(load):
                 core.add_request(request_id=f"{i}", prompt=None, prompt_token_ids=prompt, params=params)
         finished |= {output.request_id: output for output in core.step() if output.finished}
+        assert core.plan is not None
+        plans.append(core.plan)
         step += 1
     return [finished[f"{i}"] for i in range(len(load))]
 
@@ -66,13 +69,15 @@ class Ranks:
             enforce_eager=enforce_eager,
         )
         self.simulation = Simulation(topology_of(self.args))
+        self.plans: list[list[StepPlan]] = [[] for _ in range(num_ranks)]  # of every step, by rank
 
     def run(self, vectors: Sequence[Sequence[int]]) -> list[list[list[RequestOutput]]]:
         """Outputs by rank, vector and request."""
 
         def on_rank(parallel: ParallelState) -> list[list[RequestOutput]]:
             core = build_engine(self.args, parallel=parallel)
-            return [run_vector(core, vector, parallel.rank) for vector in vectors]
+            rank = parallel.rank
+            return [run_vector(core, vector, rank, self.plans[rank]) for vector in vectors]
 
         return self.simulation.run(on_rank)
 
@@ -92,6 +97,11 @@ def test_all_ranks_issue_the_same_collectives(
     assert len(issued[0]) > 100
     assert all(calls == issued[0] for calls in issued)
     assert {call.group for call in ranks.simulation.calls[0]} == {"attn_dp"}
+    assert all(plans == ranks.plans[0] for plans in ranks.plans)
+    mixed = [plan for plan in ranks.plans[0] if plan.family is StepFamily.MIXED]
+    assert mixed, "no rank decoded while another prefilled"
+    for plan in mixed:  # decode passes stay in their tiers
+        assert all((p.tier == EAGER) == (enforce_eager or p.kind is PassKind.PREFILL) for p in plan.passes)
 
     alone = zoo.llm(model, draft, max_model_len=64)
     for index, vector in enumerate(vectors):
