@@ -26,6 +26,7 @@ from outrider.bench.workload import (
     requests_of_texts,
 )
 from outrider.cli import bench_report
+from outrider.cli.bench_kernels import kernels_command
 from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line
 from outrider.config import EngineArgs
@@ -72,6 +73,8 @@ bench_app = typer.Typer(
     help="Measure speed or acceptance, always against drafting off or prompt lookup in the same run. Prefix caching is "
     "off throughout, whatever its flag says: a repetition would find its own prompts in the cache.",
 )
+
+bench_app.command("kernels")(kernels_command)
 
 
 @bench_app.command("acceptance")

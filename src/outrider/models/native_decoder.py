@@ -96,6 +96,11 @@ class NativeDecoder(nn.Module):
         self._kernels.run_pass(self._stack.struct, arguments)
         return output
 
+    @property
+    def weight_bytes(self) -> int:
+        """What a pass of any size reads of weights, the LM head included."""
+        return self._stack.weight_bytes + self._head.data.numel()
+
     def compute_logits(self, hidden_KD: Tensor) -> Tensor:
         """fp32 [K, V]."""
         return self._head.linear(self._kernels, hidden_KD)

@@ -120,6 +120,10 @@ class NativeStack:
         self._kept.append(matrix)
         return matrix
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(kept.data.numel() for kept in self._kept if isinstance(kept, PackedMatrix))
+
     def padded_vector(self, weight: Tensor) -> int:
         """Address of a norm's weights in fp32, padded with zeros to whole groups."""
         vector = F.pad(weight.data.float(), (0, -weight.numel() % GROUP)).contiguous()

@@ -27,6 +27,9 @@ _FOLDER = Path(__file__).parent / "native"
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-Wno-psabi", "-Wno-maybe-uninitialized")
 
 
+STAGES = ("norm", "qkv", "rotary", "attention", "output", "gate_up", "down", "linear")  # as the C enum Stage
+
+
 class MatrixStruct(ctypes.Structure):
     _fields_ = (
         ("data", c_void_p),
@@ -132,6 +135,21 @@ class Kernels:
             ctypes.byref(matrix), address(x_NI, torch.float32), rows, inputs, out_NO.data_ptr(), outputs
         )
         return out_NO
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Time by stage since the last call; "linear" is every call of ``linear``."""
+        seconds = (c_double * len(STAGES))()
+        self._library.outrider_stage_seconds(seconds)
+        return dict(zip(STAGES, seconds, strict=True))
+
+    def read(self, data: Tensor) -> None:
+        """Read all of a buffer once with every thread, whole pieces of 64 KiB."""
+        self._library.outrider_read(c_void_p(address(data, torch.uint8)), c_int64(data.numel()))
+
+    def multiply(self, matrix: MatrixStruct, x_NI: Tensor, *, rounds: int) -> None:
+        """``rounds`` times the first panel by 8 rows, spread over the threads; no result."""
+        assert x_NI.shape == (8, matrix.groups * 32), f"{tuple(x_NI.shape)}"
+        self._library.outrider_multiply(ctypes.byref(matrix), c_void_p(address(x_NI, torch.float32)), rounds)
 
     def run_pass(self, decoder: DecoderStruct, arguments: PassStruct) -> None:
         _check(self._library.outrider_pass(ctypes.byref(decoder), ctypes.byref(arguments)))

@@ -5,6 +5,7 @@
 //
 // Legend: rows of a pass N, hidden size D, heads Hq and Hkv of size E, inner size I of the MLP. Buffers of rows are padded
 // to whole groups with zeros.
+#include <chrono>
 #include <mutex>
 
 #include "attention.h"
@@ -91,7 +92,25 @@ struct Unit {
   int request, row, rows, kv_head, first_seen;
 };
 
+// What a pass spends its time on; ops/native_kernels.py names them in this order.
+enum Stage { NORM, QKV, ROTARY, ATTENTION, OUTPUT, GATE_UP, DOWN, LINEAR, STAGES };
+
+class Stopwatch {
+ public:
+  void start() { last_ = std::chrono::steady_clock::now(); }
+  void mark(Stage stage) {
+    const auto now = std::chrono::steady_clock::now();
+    seconds[stage] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+  double seconds[STAGES] = {};
+
+ private:
+  std::chrono::steady_clock::time_point last_;
+};
+
 struct Workspace {
+  Stopwatch clock;
   QuantisedRows input, inner;
   std::vector<float> residual, qkv, attention;
   std::vector<Scratch> scratch;
@@ -105,6 +124,7 @@ int wanted_threads = 1;
 
 Pool& current_pool() {
   if (!pool || !pool->of_this_process()) pool = new Pool(wanted_threads);
+  space.clock.start();
   if (space.scratch.size() < size_t(pool->threads())) space.scratch.resize(pool->threads());
   return *pool;
 }
@@ -243,7 +263,9 @@ void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer,
   float* mixed = sized(space.attention, rows * mix_width);
   Rows x = space.input.resized(rows, m.hidden);
   for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.input_norm, m.hidden, m.eps, x, r); });
+  space.clock.mark(NORM);
   product_into(pool, layer.qkv, x, rows, qkv, qkv_width, false);
+  space.clock.mark(QKV);
   for_rows(pool, rows, [&](int r) {
     float* row = qkv + r * qkv_width;
     const float *cos = p.cos + p.positions[r] * (E / 2), *sin = p.sin + p.positions[r] * (E / 2);
@@ -254,18 +276,25 @@ void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer,
       write_heads(m, row + Q + KV, (T*)cache.value, p.slots[r]);
     }
   });
+  space.clock.mark(ROTARY);
   attention<T>(pool, m, p, cache, qkv, qkv_width, mixed, mix_width);
+  space.clock.mark(ATTENTION);
   x = space.input.resized(rows, Q);
   for_rows(pool, rows, [&](int r) {
     std::fill(mixed + r * mix_width + Q, mixed + (r + 1) * mix_width, 0.f);
     quantise_row(mixed + r * mix_width, x, r);
   });
+  space.clock.mark(NORM);
   product_into(pool, layer.output, x, rows, residual, width, true);
+  space.clock.mark(OUTPUT);
   x = space.input.resized(rows, m.hidden);
   for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.post_norm, m.hidden, m.eps, x, r); });
   const Rows inner = space.inner.resized(rows, m.inner);
+  space.clock.mark(NORM);
   gated_product(pool, layer.gate_up, x, rows, inner);
+  space.clock.mark(GATE_UP);
   product_into(pool, layer.down, inner, rows, residual, width, true);
+  space.clock.mark(DOWN);
 }
 
 void copy_taps(const Decoder& m, const Pass& p, int layer, int rows) {
@@ -382,6 +411,45 @@ void outrider_linear(const Matrix* w, const float* x, int rows, int inputs, floa
     if ((panel + 1) * PANEL <= outputs) return store(to, sums);
     for (int i = 0; panel * PANEL + i < outputs; ++i) to[i] = sums[i];
   });
+  space.clock.mark(LINEAR);
+}
+
+// Seconds spent in each stage since the last call.
+void outrider_stage_seconds(double* seconds) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  std::copy_n(space.clock.seconds, int(STAGES), seconds);
+  std::fill_n(space.clock.seconds, int(STAGES), 0.0);
+}
+
+// Reads all of `data` once with every thread, in pieces of 64 KiB; what the machine allows a pass over weights.
+int64_t outrider_read(const uint8_t* data, int64_t bytes) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  constexpr int64_t PIECE = 1 << 16;
+  std::atomic<int64_t> total{0};
+  current_pool().run(int(bytes / PIECE), [&](int piece, int) {
+    i32v sums[4] = {};
+    for (int64_t i = 0; i < PIECE; i += 256)
+      for (int k = 0; k < 4; ++k) {
+        i32v x;
+        std::memcpy(&x, data + piece * PIECE + i + 64 * k, 64);
+        sums[k] += x;
+      }
+    total += sum(sums[0] + sums[1] + sums[2] + sums[3]);
+  });
+  return total;
+}
+
+// `rounds` times 8 rows by one panel of 4096 inputs in int8 on every thread, from the nearest cache: 2 * 8 * 16 * 4096
+// operations each; what the machine's arithmetic allows these products.
+void outrider_multiply(const Matrix* w, const float* x, int rounds) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  Pool& p = current_pool();
+  const Rows rows = space.input.resized(BLOCK, w->groups * GROUP);
+  for (int r = 0; r < BLOCK; ++r) quantise_row(x + size_t(r) * w->groups * GROUP, rows, r);
+  p.run(rounds, [&](int, int) {
+    f32v sums[BLOCK];
+    panel_sums(*w, 0, rows, 0, BLOCK, sums);
+  });
 }
 
 // 0, or what is wrong with the rows: 1 a token id, 2 a position. Nothing is written then.
@@ -402,6 +470,7 @@ int outrider_pass(const Decoder* m, const Pass* p) {
     copy_taps(*m, *p, i, rows);
   }
   final_norm(pool, *m, *p, rows);
+  space.clock.mark(NORM);
   return 0;
 }
 
