@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from tests.parallel.collective_checks import check_all, tensor_of
 from tests.parallel.ranks import RankFailure, run_ranks
 from torch import Tensor
 
+from outrider.errors import CollectiveError
 from outrider.parallel.reduction import sum_in_rank_order
 from outrider.parallel.simulated import run_simulated
 from outrider.parallel.state import ParallelState
 from outrider.parallel.topology import Topology
+from outrider.parallel.torch_communicator import close_parallel, init_parallel
 
 
 def topology(dp: int, tp: int) -> Topology:
@@ -76,3 +79,15 @@ def test_a_rank_that_does_not_come_is_an_error_and_not_a_hang() -> None:
 def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
     with pytest.raises(RankFailure, match=r"CollectiveError: world.all_reduce failed on rank 0|rank 1 .* exit code 3"):
         run_ranks(topology(2, 1), reduce_or_not, "exit")
+
+
+def test_a_world_that_does_not_come_together_is_an_error(tmp_path: Path) -> None:
+    place = f"file://{tmp_path / 'store'}"
+    with pytest.raises(CollectiveError, match=rf"rank 0 of 2 could not join at {place}: "):
+        init_parallel(topology(2, 1), 0, backend="gloo", init_method=place, timeout=timedelta(seconds=1))
+    close_parallel()
+
+
+def test_a_world_of_one_joins_nothing() -> None:
+    state = init_parallel(topology(1, 1), 0, backend="gloo", init_method="file:///nowhere")
+    assert (state.world.size, state.attn_tp.size, state.attn_dp.size) == (1, 1, 1)
