@@ -101,3 +101,4 @@ class EngineStats:
     steps_total: int
     graph_replays_total: int = 0  # passes run from a captured tier
     expert_load: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by model: rows each expert computed
+    expert_parallel_size: int = 1  # ranks that whole experts are spread over, in blocks of equal size

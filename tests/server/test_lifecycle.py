@@ -168,6 +168,8 @@ def test_metrics() -> None:
         ("prompt_tokens_total",): 7, ("generation_tokens_total",): 7, ("num_preemptions_total",): 3,
         ("prefix_cache_queries_total",): 40, ("prefix_cache_hits_total",): 10, ("engine_steps_total",): 12,
         ("request_success_total", "length"): 1, ("request_success_total", "stop"): 1,
+        ("expert_rows_total", "0", "target", "0"): 5, ("expert_rows_total", "1", "target", "0"): 0,
+        ("expert_rows_total", "2", "target", "1"): 7, ("expert_rows_total", "3", "target", "1"): 9,
         ("request_success_total", "abort"): 0, ("spec_decode_num_drafts_total",): 10,
         ("spec_decode_num_draft_tokens_total",): 30, ("spec_decode_num_accepted_tokens_total",): 15,
         ("spec_decode_num_emitted_tokens_total",): 25, ("spec_decode_accepted_length",): 2.5,

@@ -449,4 +449,5 @@ class EngineCore:
             steps_total=self._num_steps,
             graph_replays_total=self._graphs.num_replays,
             expert_load=self._expert_load.snapshot(),
+            expert_parallel_size=self._expert_load.expert_parallel_size,
         )

@@ -285,6 +285,7 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
         spec=merge_counters(part.spec for part in parts),
         steps_total=max((part.steps_total for part in parts), default=0),
         graph_replays_total=max((part.graph_replays_total for part in parts), default=0),
+        expert_parallel_size=max((part.expert_parallel_size for part in parts), default=1),
     )
 
 

@@ -152,6 +152,9 @@ class ExpertLoad:
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         layers = {name: [m for m in model.modules() if isinstance(m, SparseMoE)] for name, model in models.items()}
         self._layers = {name: found for name, found in layers.items() if found}
+        held = {m.moe.num_experts // m.experts.placement.num_local_experts for ms in self._layers.values() for m in ms}
+        assert len(held) <= 1, f"experts of one engine are spread over {held} ranks"
+        self.expert_parallel_size = next(iter(held), 1)  # 1 where every rank holds a slice of all
 
     def snapshot(self) -> dict[str, tuple[int, ...]]:
         """Rows each expert has computed on this rank, summed over a model's layers; index = global expert id."""

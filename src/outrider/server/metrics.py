@@ -103,12 +103,15 @@ class _EngineCollector(Collector):
         yield finished
         load = CounterMetricFamily(
             "outrider:expert_rows",
-            "Rows computed by an expert, summed over layers and over the ranks that lead a data-parallel rank.",
-            labels=["model_name", "part", "expert"],
+            "Rows computed by an expert, summed over layers; rank is the one that holds it, or all where each has a "
+            "slice of it.",
+            labels=["model_name", "part", "rank", "expert"],
         )
+        size = stats.expert_parallel_size
         for part, rows in stats.expert_load.items():
             for expert, count in enumerate(rows):
-                load.add_metric([self._model_name, part, str(expert)], count)
+                rank = str(expert * size // len(rows)) if size > 1 else "all"
+                load.add_metric([self._model_name, part, rank, str(expert)], count)
         yield load
         labels = ["model_name", "position"]
         offered = CounterMetricFamily(
