@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.batch.attention_metadata import BlockMetadata, CausalMetadata
@@ -170,10 +171,13 @@ class BatchBuilder:
         longest = max(lengths, default=0)
         assert longest <= self._max_model_len, f"{longest} positions exceed max_model_len={self._max_model_len}"
         used = [-(-length // self._kv_block_size) for length in lengths]
-        width = -(-self._max_model_len // self._kv_block_size) if static else max(used, default=0)
+        width = max(used, default=0)
         filled = [list(table[:n]) + [0] * (width - n) for table, n in zip(tables, used, strict=False)]
         filled += [[0] * width] * (padded - len(filled))
-        return torch.tensor(filled, dtype=torch.int32, device=self._device).view(padded, width)
+        tables_RB = torch.tensor(filled, dtype=torch.int32, device=self._device).view(padded, width)
+        if not static:
+            return tables_RB
+        return F.pad(tables_RB, (0, -(-self._max_model_len // self._kv_block_size) - width))
 
     def _experts(self, plan: PassPlan, tokens: TokenCount) -> ExpertMetadata:
         return ExpertMetadata(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from outrider.batch.forward_batch import PassInputs
@@ -84,5 +85,5 @@ def _rebuilt(inputs: D, buffers: Mapping[str, Tensor], prefix: str = "") -> D:
     return replace(inputs, **changes)
 
 
-def _signature(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
-    return tuple(tensor.shape), str(tensor.dtype), str(tensor.device)
+def _signature(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
