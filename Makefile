@@ -6,20 +6,23 @@ STAMP := $(VENV)/.installed
 PROMPT ?=
 export PROMPT
 
-.PHONY: demo test test-slow test-matrix lint format clean
+.PHONY: demo test test-slow test-matrix test-failures lint format clean
 
 demo: $(STAMP)
 	@if [ -n "$$PROMPT" ]; then $(BIN)/outrider demo --dtype bfloat16 --prompt "$$PROMPT"; \
 	else $(BIN)/outrider demo --dtype bfloat16; fi
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not matrix"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not matrix and not failures"
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow --timeout 3600
 
 test-matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m matrix tests/matrix
+
+test-failures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m failures tests/engine
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -132,6 +132,7 @@ def test_ranks_that_sleep_wake_for_every_request(cycle: LLM) -> None:
             time.sleep(0.05)
         prompt = fixtures.orbit_prompt(1 + i)
         assert tokens(generate(cycle, [prompt], greedy(9))[0]) == fixtures.continuation(prompt, 9)
+    time.sleep(1.0)  # the step in which the ranks agree that there is nothing left
     asleep = cycle.stats().steps_total
     time.sleep(0.5)
     assert cycle.stats().steps_total == asleep, "nobody steps without work"

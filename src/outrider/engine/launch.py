@@ -273,7 +273,7 @@ def _connect_store(meeting: _Meeting) -> TCPStore:
 def _start_rank(order: RankOrder, *, num_ranks: int) -> subprocess.Popen[bytes]:
     """A rank's process, in a session of its own: what is typed at the terminal is the front's."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "outrider.engine.worker"],
+        [sys.executable, "-P", "-m", "outrider.engine.worker"],
         stdin=subprocess.PIPE,
         stdout=2,  # standard output is the command's, whose last line may be JSON
         env=rank_environment(num_threads=_threads_per_rank(num_ranks)),

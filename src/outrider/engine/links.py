@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+from outrider.engine.deltas import SnapshotDecoder
 from outrider.engine.messages import Command, Died, Outputs, Ready, Report, Shutdown, Start, Wake
 from outrider.logger import get_logger
 from outrider.outputs import EngineStats, RequestOutput
@@ -40,6 +41,7 @@ class _Rank:
     process: subprocess.Popen[bytes] | None = None  # None: another machine's, or a launcher's
     connection: Connection | None = None
     outgoing: queue.SimpleQueue[Command | Start | None] = field(default_factory=queue.SimpleQueue)
+    decoder: SnapshotDecoder = field(default_factory=SnapshotDecoder)
     ready: bool = False
     died: Died | None = None
     lost: bool = False  # its connection is closed
@@ -200,6 +202,8 @@ class RankLinks:
             if process.poll() is None:
                 process.kill()
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
     @property
     def process_ids(self) -> list[int]:
@@ -237,8 +241,8 @@ class RankLinks:
             match report:
                 case Outputs():
                     own.stats = report.stats
-                    for snapshot in report.snapshots:
-                        self._snapshots[snapshot.request_id] = snapshot
+                    for delta in report.snapshots:
+                        self._snapshots[delta.request_id] = own.decoder.decode(delta)
                 case Ready():
                     own.ready = True
                 case Died():

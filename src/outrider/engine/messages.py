@@ -80,7 +80,7 @@ class Ready:
 class Outputs:
     """What a step gave; also a sign of life. Of an attention-TP group only the leader tells snapshots."""
 
-    snapshots: tuple[RequestOutput, ...]  # request_id is the number; without the prompt, which the front has
+    snapshots: tuple[RequestOutput, ...]  # request_id is the number; only what is new, see ``engine.deltas``
     stats: EngineStats
 
 

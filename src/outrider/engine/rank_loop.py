@@ -9,7 +9,6 @@ Worst fault: a rank that sleeps, or leaves, while another waits for it in a coll
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from outrider.engine.agreement import StepAgreement
+from outrider.engine.deltas import SnapshotEncoder
 from outrider.engine.messages import Abort, Add, Command, Outputs, Shutdown, Wake
 from outrider.logger import get_logger
 from outrider.outputs import CompletionOutput, EngineStats, RequestOutput
@@ -85,6 +85,7 @@ class RankLoop:
         self._inbox = inbox
         self._attn_tp = attn_tp
         self._tell = tell
+        self._encoder = SnapshotEncoder()
         self._told_at = time.monotonic()
 
     def run(self) -> None:
@@ -94,7 +95,7 @@ class RankLoop:
             outputs = self._take_commands()
             outputs += self._core.step()
             if outputs or agreement.all_idle or time.monotonic() - self._told_at > HEARTBEAT_S:
-                self._tell(Outputs(snapshots=tuple(map(_without_prompt, outputs)), stats=self._core.stats()))
+                self._tell(Outputs(snapshots=tuple(map(self._encoder.encode, outputs)), stats=self._core.stats()))
                 self._told_at = time.monotonic()
             if agreement.all_idle and not agreement.all_stopping:
                 self._inbox.sleep_until_wakes_exceed(agreement.least_wakes)
@@ -148,7 +149,3 @@ class RankLoop:
                 outputs=tuple(completions),
                 finished=True,
             )
-
-
-def _without_prompt(output: RequestOutput) -> RequestOutput:
-    return dataclasses.replace(output, prompt=None, prompt_token_ids=())

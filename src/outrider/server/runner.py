@@ -121,8 +121,9 @@ class HttpServer:
             await asyncio.gather(serving, logging, stopping, dying, return_exceptions=True)
             self.state.close()
             self._socket.close()
+        healthy = self._engine.healthy
         return ServerReport(
-            stats=stats, uptime_s=loop.time() - started, drained=drained, engine_died=not self._engine.healthy
+            stats=stats, uptime_s=loop.time() - started, drained=drained and healthy, engine_died=not healthy
         )
 
     async def _until_engine_dies(self) -> None:
