@@ -26,7 +26,7 @@ from outrider.parallel.recording import CollectiveCall, recorded
 from outrider.parallel.state import ParallelState
 
 Experts = Literal["slices", "gather", "alltoall"]  # without expert parallelism; with it, over either transport
-AMPLE, TIGHT = 40, 9  # KV blocks of a rank: all seats at full length, or about half of what the loads want
+AMPLE, TIGHT = 40, 9  # KV blocks of a rank: all seats at full length, or about half of what ``crowded`` wants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,13 @@ class Job:
     drafter: str
     experts: Experts
     tiers: bool
+    loads: tuple[Load, ...]
     num_blocks: int = AMPLE
 
     @property
     def name(self) -> str:
         parts = [self.target, self.drafter, self.experts, "tiers" if self.tiers else "eager"]
-        return "-".join(parts + (["tight"] if self.num_blocks == TIGHT else []))
+        return "-".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +100,12 @@ def _block_bytes(job: Job, tp: int) -> int:
     return 16 * 2 * heads * fixtures.HEAD_DIM * 4
 
 
-def run_jobs(parallel: ParallelState, jobs: Sequence[Job], loads: Sequence[Load], models: Models) -> list[list[Seen]]:
+def run_jobs(parallel: ParallelState, jobs: Sequence[Job], models: Models) -> list[list[Seen]]:
     """What this rank saw: by job, by load."""
-    return [_run_job(parallel, job, loads, models) for job in jobs]
+    return [_run_job(parallel, job, models) for job in jobs]
 
 
-def _run_job(parallel: ParallelState, job: Job, loads: Sequence[Load], models: Models) -> list[Seen]:
+def _run_job(parallel: ParallelState, job: Job, models: Models) -> list[Seen]:
     shape = parallel.topology
     args = engine_args(job, models, dp=shape.data_parallel_size, tp=shape.tensor_parallel_size)
     record: list[CollectiveCall] = []
@@ -114,7 +115,7 @@ def _run_job(parallel: ParallelState, job: Job, loads: Sequence[Load], models: M
     try:
         core = build_engine(args, parallel=state)
         seen = []
-        for load in loads:
+        for load in job.loads:
             where = load.name
             record.clear()
             seen.append(_run_load(core, load, state.attn_dp.rank, record))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tests import fixtures
 from tests.engine.zoo import TIE, run_to_end
-from tests.matrix.cells import TIGHT, Job, Models, Ran, Seen, engine_args
+from tests.matrix.cells import Job, Models, Ran, Seen, engine_args
 from tests.matrix.loads import Arrival, Load
 
 from outrider import SamplingParams
@@ -64,7 +64,7 @@ class References:
 
     def _core(self, target: str, drafter: str) -> EngineCore:
         if (target, drafter) not in self._cores:
-            job = Job(target=target, drafter=drafter, experts="slices", tiers=False)
+            job = Job(target=target, drafter=drafter, experts="slices", tiers=False, loads=())
             self._cores[target, drafter] = build_engine(engine_args(job, self._models, dp=1, tp=1))
         return self._cores[target, drafter]
 
@@ -124,10 +124,10 @@ def _check_what_ran(job: Job, load: Load, seen: Sequence[Seen]) -> None:
             assert len(counts) >= 3, "all requests ended together"
             worked = [bool(plan.passes) for plan in plans]
             assert any(worked[worked.index(False) :]), "no rank had to start after all were idle"
+        case "crowded":
+            assert any(of_rank.num_preemptions for of_rank in seen), "every rank had blocks enough"
         case _:
             raise AssertionError(f"nothing is known of the load {load.name!r}")
-    if job.num_blocks == TIGHT and load.name == "staggered":
-        assert any(of_rank.num_preemptions for of_rank in seen), "the pool was not tight"
     captured = sum(pass_plan.tier != EAGER for plan in plans for pass_plan in plan.passes)
     assert (captured > 0) == job.tiers, f"{captured} passes had a tier"
     crosses = job.target == "moe"

@@ -42,8 +42,8 @@ class Load:
         return [arrival for arrival in self.arrivals if (arrival.step, arrival.dp_rank) == (step, dp_rank)]
 
 
-def loads(dp: int) -> tuple[Load, ...]:
-    """Those that make sense for ``dp`` ranks: a rank can be idle beside others only."""
+def ample_loads(dp: int) -> tuple[Load, ...]:
+    """Those that never run out of KV blocks and make sense for ``dp`` ranks: one can be idle beside others only."""
     makers: list[Callable[[int], Load]] = [busy, prefill_while_decoding, staggered]
     if dp > 1:
         makers += [one_idle, all_but_one_idle]
@@ -84,6 +84,15 @@ def staggered(dp: int) -> Load:
         for i in range(count)
     ]
     return Load(name="staggered", arrivals=(*arrivals, _request(5, 0, 9, step=40)))
+
+
+def crowded(dp: int) -> Load:
+    """For a pool that cannot hold them: the first rank has to preempt, the second never."""
+    counts = (4, 1, 3, 4)[:dp]
+    arrivals = [
+        _request(6, r, i, length=20 + 3 * i, max_tokens=28) for r, count in enumerate(counts) for i in range(count)
+    ]
+    return Load(name="crowded", arrivals=tuple(arrivals))
 
 
 def _request(

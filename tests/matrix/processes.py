@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -32,22 +31,21 @@ class Processes:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._seen: dict[tuple[Topology, tuple[Job, ...], tuple[Load, ...]], list[list[list[Seen]]]] = {}
+        self._seen: dict[tuple[Topology, tuple[Job, ...]], list[list[list[Seen]]]] = {}
 
-    def seen(self, shape: Topology, jobs: Sequence[Job], loads: Sequence[Load], *, job: Job, load: Load) -> list[Seen]:
-        """Of the cell (job, load), by rank. The rest says what else runs in these processes."""
-        key = (shape, tuple(jobs), tuple(loads))
+    def seen(self, shape: Topology, jobs: tuple[Job, ...], *, job: Job, load: Load) -> list[Seen]:
+        """Of the cell (job, load), by rank; ``jobs`` are all that run in these processes."""
+        key = (shape, jobs)
         if key not in self._seen:
             start = time.monotonic()
             self._seen[key] = run_ranks(
                 shape,
                 run_jobs,
-                key[1],
-                key[2],
+                jobs,
                 self._models,
                 timeout=TOPOLOGY_TIMEOUT_S,
                 collective_timeout=COLLECTIVE_TIMEOUT,
             )
             name = f"dp{shape.data_parallel_size} tp{shape.tensor_parallel_size}"
             REPORT.seconds[name] = time.monotonic() - start
-        return [of_rank[jobs.index(job)][loads.index(load)] for of_rank in self._seen[key]]
+        return [of_rank[jobs.index(job)][job.loads.index(load)] for of_rank in self._seen[key]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from tests.matrix.cells import TIGHT, Experts, Job
 from tests.matrix.checks import References, check_cell
-from tests.matrix.loads import Load, loads, one_idle, prefill_while_decoding
+from tests.matrix.loads import Load, ample_loads, crowded, one_idle, prefill_while_decoding
 from tests.matrix.processes import REPORT, Processes
 
 from outrider.parallel.topology import Topology
@@ -27,16 +27,20 @@ def topology(dp: int, tp: int) -> Topology:
 
 def jobs(dp: int, tp: int) -> tuple[Job, ...]:
     """All engine set-ups of a topology."""
+    ample = ample_loads(dp)
     made = [
-        Job(target="moe", drafter=drafter, experts=experts, tiers=tiers)
+        Job(target="moe", drafter=drafter, experts=experts, tiers=tiers, loads=ample)
         for drafter in ("none", "dense", "moe")
         for experts in EXPERTS
         for tiers in (False, True)
         if experts != "alltoall" or dp * tp > 1  # one rank sends nothing
     ]
-    made.append(Job(target="moe", drafter="moe", experts="gather", tiers=True, num_blocks=TIGHT))
+    made.append(Job(target="moe", drafter="moe", experts="gather", tiers=True, loads=(crowded(dp),), num_blocks=TIGHT))
     if dp > 1 and tp == 1:
-        made += [Job(target="cycle", drafter="perfect", experts="slices", tiers=tiers) for tiers in (False, True)]
+        made += [
+            Job(target="cycle", drafter="perfect", experts="slices", tiers=tiers, loads=ample)
+            for tiers in (False, True)
+        ]
     return tuple(made)
 
 
@@ -51,9 +55,11 @@ class Cell:
         return f"dp{self.dp}-tp{self.tp}-{self.job.name}-{self.load.name}"
 
 
-CELLS = [Cell(dp=dp, tp=tp, job=job, load=load) for dp, tp in TOPOLOGIES for job in jobs(dp, tp) for load in loads(dp)]
-QUICK_JOBS = tuple(Job(target="moe", drafter="moe", experts="gather", tiers=tiers) for tiers in (False, True))
+CELLS = [Cell(dp=dp, tp=tp, job=job, load=load) for dp, tp in TOPOLOGIES for job in jobs(dp, tp) for load in job.loads]
 QUICK_LOADS = (one_idle(2), prefill_while_decoding(2))
+QUICK_JOBS = tuple(
+    Job(target="moe", drafter="moe", experts="gather", tiers=tiers, loads=QUICK_LOADS) for tiers in (False, True)
+)
 
 
 @pytest.mark.matrix
@@ -61,7 +67,7 @@ QUICK_LOADS = (one_idle(2), prefill_while_decoding(2))
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_cell(cell: Cell, processes: Processes, references: References) -> None:
     shape = topology(cell.dp, cell.tp)
-    seen = processes.seen(shape, jobs(cell.dp, cell.tp), loads(cell.dp), job=cell.job, load=cell.load)
+    seen = processes.seen(shape, jobs(cell.dp, cell.tp), job=cell.job, load=cell.load)
     REPORT.ties += check_cell(shape, cell.job, cell.load, seen, references)
     REPORT.cells += 1
 
@@ -70,5 +76,5 @@ def test_cell(cell: Cell, processes: Processes, references: References) -> None:
 @pytest.mark.parametrize("job", QUICK_JOBS, ids=lambda job: job.name)
 def test_quick_slice(job: Job, load: Load, processes: Processes, references: References) -> None:
     """Two data-parallel ranks with experts on each, target and drafter; no numerical tie."""
-    seen = processes.seen(topology(2, 1), QUICK_JOBS, QUICK_LOADS, job=job, load=load)
+    seen = processes.seen(topology(2, 1), QUICK_JOBS, job=job, load=load)
     assert check_cell(topology(2, 1), job, load, seen, references) == []
