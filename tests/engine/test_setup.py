@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.fixtures import make_cycle_target, make_perfect_drafter
+from tests.fixtures import make_cycle_target, make_moe_drafter, make_moe_target, make_perfect_drafter
 
 from outrider.config import EngineArgs
 from outrider.engine.setup import _available_bytes, resolve
@@ -63,3 +64,28 @@ def test_the_default_memory_is_not_bounded_by_what_files_keep_cached() -> None:
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     assert _available_bytes() == pytest.approx(available, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "changes", "message"),
+    [
+        (False, {"all2all_backend": "alltoall"}, r"all2all_backend='alltoall' needs enable_expert_parallel"),
+        (
+            False,
+            {"all2all_backend": "naive"},
+            r"all2all_backend='naive' must be one of allgather_reducescatter, alltoall",
+        ),
+        (False, {"enable_expert_parallel": True}, r"num_experts=8 of the target does not divide by the 3 ranks"),
+        (False, {}, r"moe_intermediate_size=32 of the target does not divide by the 3 ranks"),
+        (True, {"enable_expert_parallel": True}, r"num_experts=8 of the drafter does not divide by the 3 ranks"),
+        (True, {}, r"moe_intermediate_size=32 of the drafter does not divide by the 3 ranks"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused_before_weights_load(
+    drafted: bool, changes: dict[str, Any], message: str, target: str, tmp_path: Path
+) -> None:
+    """A MoE target without drafter, or a dense one with a MoE drafter, on three data-parallel ranks."""
+    model = target if drafted else str(make_moe_target(tmp_path / "target"))
+    draft = str(make_moe_drafter(tmp_path / "drafter")) if drafted else "none"
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineArgs(model=model, draft=draft, data_parallel_size=3, **changes))

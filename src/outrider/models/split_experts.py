@@ -29,7 +29,7 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.layers.checkpoint import checkpoint_views
 from outrider.models.describe import describe_model
 from outrider.models.model_config_json import model_config_to_json
-from outrider.models.source import LoadedModel, load_model
+from outrider.models.source import LoadedModel, load_model, read_json
 from outrider.models.weights_safetensors import INDEX_FILE, SINGLE_FILE
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -65,14 +65,15 @@ def split_experts(
         raise ConfigError(f"output={str(output)!r} exists and is not an empty directory")
     stored_as = dtype or description.dtype
     loaded = load_model(model, dtype=stored_as)
-    scratch = output.with_name(f".{output.name}.{os.getpid()}")
+    place = output.absolute()
+    scratch = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         scratch.mkdir(parents=True)
         files, num_tensors, num_bytes = _write_weights(loaded, config, scratch, max_shard_bytes)
         _write_json(scratch / "config.json", _config_json(config, stored_as))
         _write_json(scratch / "generation_config.json", _generation_config(loaded, config))
         loaded.tokenizer.save(scratch)
-        os.replace(scratch, output)
+        os.replace(scratch, place)
     except OSError as error:
         raise CheckpointError(f"output={str(output)!r} cannot be written ({error})") from error
     finally:
@@ -175,7 +176,7 @@ def _config_json(config: ModelConfig, dtype: DTypeName) -> dict[str, Any]:
 def _generation_config(loaded: LoadedModel, config: ModelConfig) -> dict[str, Any]:
     """The source's own, where it has one; with the ids that end a text, which the loader looks for there first."""
     source = loaded.path / "generation_config.json"
-    own = json.loads(source.read_text(encoding="utf-8")) if loaded.path.is_dir() and source.is_file() else {}
+    own = read_json(source) if loaded.path.is_dir() and source.is_file() else {}
     ids = {"eos_token_id": list(config.eos_token_ids)} if config.eos_token_ids else {}
     bos = {"bos_token_id": config.bos_token_id} if config.bos_token_id >= 0 else {}
     return {**bos, **own, **ids}
