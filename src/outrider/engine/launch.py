@@ -208,6 +208,8 @@ def _accept_all(links: RankLinks, server: socket.socket, key: bytes, args: Engin
             if connection is not None:
                 hello: Hello = connection.recv()
                 _check_same_flags(args, hello)
+                if hello.rank not in links.missing:
+                    raise ConfigError(f"rank {hello.rank} came twice: two machines were given the same node_rank")
                 links.attach(hello.rank, connection)
 
 

@@ -71,7 +71,7 @@ def run_rank(order: RankOrder) -> int:
         inbox = Inbox()
         threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
         _serve(order.rank, start, connection, inbox)
-    except EOFError:  # the front is gone
+    except (EOFError, ConnectionResetError):  # the front is gone
         return 1
     except Exception as error:
         _tell_death(connection, error)
