@@ -113,7 +113,7 @@ def test_the_vote_of_one_rank_makes_every_rank_eager(incapable: tuple[int, ...],
         core = build_engine(args, parallel=parallel)
         prompt = fixtures.orbit_prompt(5)
         core.add_request(request_id="r", prompt=None, prompt_token_ids=prompt, params=greedy(20, ignore_eos=True))
-        plans = []
+        plans: list[StepPlan] = []
         while not plans or not core.agreement.all_idle:
             core.step()
             assert core.plan is not None

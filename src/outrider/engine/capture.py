@@ -30,13 +30,18 @@ def capture_tiers(
     builder: BatchBuilder,
     num_dp_ranks: int,
     max_num_seqs: int,
+    show_progress: bool,
 ) -> None:
-    """Capture target and draft passes of every tier of ``graphs``; then prove that this is all a step can ask for."""
+    """Capture target and draft passes of every tier of ``graphs``; then prove that this is all a step can ask for.
+
+    ``show_progress``: with a bar, if there is a terminal; one rank's is enough.
+    """
     widths = PassWidths(draft=proposer.draft_width, verify=1 + proposer.num_speculative_tokens)
     start = time.perf_counter()
     kinds = (PassKind.VERIFY, PassKind.DRAFT) if widths.draft else (PassKind.VERIFY,)
     jobs = [(kind, tier) for tier in reversed(graphs.tiers) for kind in kinds]
-    for kind, tier in tqdm(jobs, desc="capture", unit="pass", disable=not (jobs and sys.stderr.isatty())):
+    hidden = not (show_progress and jobs and sys.stderr.isatty())
+    for kind, tier in tqdm(jobs, desc="capture", unit="pass", disable=hidden):
         plan = plan_capture(kind, tier=tier, widths=widths, num_ranks=num_dp_ranks)
         if kind is PassKind.DRAFT:
             proposer.capture(plan)

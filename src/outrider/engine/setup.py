@@ -183,6 +183,7 @@ def build_engine(
         builder=builder,
         num_dp_ranks=parallel.attn_dp.size,
         max_num_seqs=config.max_num_seqs,
+        show_progress=parallel.rank == 0,
     )
 
     models: dict[str, nn.Module] = {"target": target_model}
