@@ -47,11 +47,12 @@ class Job:
     tiers: bool
     loads: tuple[Load, ...]
     num_blocks: int = AMPLE
+    confidence_threshold: float = 0.0  # above 0: fewer rows are verified than the plan admits
 
     @property
     def name(self) -> str:
         parts = [self.target, self.drafter, self.experts, "tiers" if self.tiers else "eager"]
-        return "-".join(parts)
+        return "-".join(parts + (["cut"] if self.confidence_threshold else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,7 @@ def engine_args(job: Job, models: Models, *, dp: int, tp: int) -> EngineArgs:
         max_num_seqs=SEATS,
         max_num_batched_tokens=TOKEN_BUDGET,
         kv_cache_memory_bytes=job.num_blocks * _block_bytes(job, tp),
+        draft_confidence_threshold=job.confidence_threshold,
         enforce_eager=not job.tiers,
         data_parallel_size=dp,
         tensor_parallel_size=tp,

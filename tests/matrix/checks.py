@@ -28,7 +28,6 @@ from outrider.outputs import PositionLogprobs
 from outrider.parallel.topology import Topology
 
 SPARSE_LAYERS = {"target": fixtures.LAYERS - 1, "drafter": fixtures.DRAFT_LAYERS}  # of the MOE models
-PASSES_OF = {"target": (PassKind.PREFILL, PassKind.VERIFY), "drafter": (PassKind.DRAFT,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +43,16 @@ class References:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._cores: dict[tuple[str, str], EngineCore] = {}
-        self._alone: dict[tuple[str, str, tuple[int, ...], SamplingParams], Alone] = {}
+        self._cores: dict[tuple[str, str, float], EngineCore] = {}
+        self._alone: dict[tuple[str, str, float, tuple[int, ...], SamplingParams], Alone] = {}
 
-    def get(self, target: str, drafter: str, arrival: Arrival) -> Alone:
-        key = (target, drafter, arrival.prompt, arrival.params)
+    def get(self, target: str, drafter: str, arrival: Arrival, *, threshold: float = 0.0) -> Alone:
+        key = (target, drafter, threshold, arrival.prompt, arrival.params)
         if key not in self._alone:
-            self._alone[key] = self._run(target, drafter, arrival)
+            self._alone[key] = self._run(self._core(target, drafter, threshold), arrival)
         return self._alone[key]
 
-    def _run(self, target: str, drafter: str, arrival: Arrival) -> Alone:
-        core = self._core(target, drafter)
+    def _run(self, core: EngineCore, arrival: Arrival) -> Alone:
         params = dataclasses.replace(arrival.params, logprobs=2)
         core.add_request(request_id="alone", prompt=None, prompt_token_ids=arrival.prompt, params=params)
         output = run_to_end(core)["alone"]
@@ -62,11 +60,14 @@ class References:
         assert logprobs is not None
         return Alone(ran=Ran(token_ids=output.outputs[0].token_ids, spec=output.spec), logprobs=logprobs)
 
-    def _core(self, target: str, drafter: str) -> EngineCore:
-        if (target, drafter) not in self._cores:
-            job = Job(target=target, drafter=drafter, experts="slices", tiers=False, loads=())
-            self._cores[target, drafter] = build_engine(engine_args(job, self._models, dp=1, tp=1))
-        return self._cores[target, drafter]
+    def _core(self, target: str, drafter: str, threshold: float) -> EngineCore:
+        key = (target, drafter, threshold)
+        if key not in self._cores:
+            job = Job(
+                target=target, drafter=drafter, experts="slices", tiers=False, loads=(), confidence_threshold=threshold
+            )
+            self._cores[key] = build_engine(engine_args(job, self._models, dp=1, tp=1))
+        return self._cores[key]
 
 
 def check_cell(shape: Topology, job: Job, load: Load, seen: Sequence[Seen], references: References) -> list[str]:
@@ -150,29 +151,39 @@ def _check_experts(shape: Topology, job: Job, seen: Sequence[Seen]) -> None:
     """
     expected_models = {name for name, model in (("target", job.target), ("drafter", job.drafter)) if model == "moe"}
     copies = shape.world_size if job.experts == "slices" else 1
+    masked = job.experts != "slices" and shape.world_size > 1
+    rows = _real_rows(shape, job, seen)
     for of_rank in seen:
         assert of_rank.expert_load.keys() == expected_models
     for model in expected_models:
-        tokens = sum(
-            count.value
-            for plan in seen[0].plans
-            for kind in PASSES_OF[model]
-            if (pass_plan := plan.find(kind)) is not None
-            for count in pass_plan.tokens
-        )
-        expected = copies * tokens * fixtures.MOE["num_experts_per_tok"] * SPARSE_LAYERS[model]
+        expected = copies * rows[model] * fixtures.MOE["num_experts_per_tok"] * SPARSE_LAYERS[model]
         found = sum(of_rank.expert_load[model] for of_rank in seen)
         assert expected > 0
-        masked = job.experts != "slices" and shape.world_size > 1
         if masked or not job.tiers:
             assert found == expected, f"{model}: experts computed {found} rows, not {expected}"
         else:
             assert found >= expected, f"{model}: {found} rows, padding included, for {expected} real ones"
 
 
+def _real_rows(shape: Topology, job: Job, seen: Sequence[Seen]) -> dict[str, int]:
+    """Rows through each model, over data-parallel ranks: prompts and blocks by the plans, windows by what was offered.
+
+    What was offered are the rows that were verified, anchors apart; the plans admit as many, and more where confidence
+    cuts windows short.
+    """
+    plans, ranks = seen[0].plans, range(shape.data_parallel_size)
+    planned = {kind: sum(_rows(plan, kind, rank) for plan in plans for rank in ranks) for kind in PassKind}
+    leaders = [of_rank for rank, of_rank in enumerate(seen) if shape.is_leader(rank)]
+    specs = [ran.spec for of_rank in leaders for ran in of_rank.requests.values()]
+    verified = sum(spec.rounds + spec.offered for spec in specs)
+    cut = planned[PassKind.VERIFY] - verified
+    assert (cut > 0) if job.confidence_threshold else (cut == 0), f"{cut} rows fewer than planned were verified"
+    return {"target": planned[PassKind.PREFILL] + verified, "drafter": planned[PassKind.DRAFT]}
+
+
 def _check_request(job: Job, arrival: Arrival, ran: Ran, references: References) -> str:
     """The place of a tie that fell otherwise, or ""."""
-    with_drafter = references.get(job.target, job.drafter, arrival)
+    with_drafter = references.get(job.target, job.drafter, arrival, threshold=job.confidence_threshold)
     alone = references.get(job.target, "none", arrival) if arrival.params.is_greedy else with_drafter
     expected = alone.ran.token_ids
     if ran.token_ids == expected:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import pytest
 from tests.matrix.cells import TIGHT, Experts, Job
 from tests.matrix.checks import References, check_cell
-from tests.matrix.loads import Load, ample_loads, crowded, one_idle, prefill_while_decoding
+from tests.matrix.loads import Load, ample_loads, busy, crowded, one_idle, prefill_while_decoding
 from tests.matrix.processes import REPORT, Processes
 
 from outrider.parallel.topology import Topology
 
 TOPOLOGIES = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 EXPERTS: tuple[Experts, ...] = ("slices", "gather", "alltoall")
+CUT: tuple[tuple[Experts, bool], ...] = (("gather", False), ("gather", True), ("alltoall", False))
 
 
 def topology(dp: int, tp: int) -> Topology:
@@ -36,6 +37,11 @@ def jobs(dp: int, tp: int) -> tuple[Job, ...]:
         if experts != "alltoall" or dp * tp > 1  # one rank sends nothing
     ]
     made.append(Job(target="moe", drafter="moe", experts="gather", tiers=True, loads=(crowded(dp),), num_blocks=TIGHT))
+    if dp > 1:
+        made += [
+            Job(target="moe", drafter="moe", experts=experts, tiers=tiers, loads=(busy(dp),), confidence_threshold=0.5)
+            for experts, tiers in CUT
+        ]
     if dp > 1 and tp == 1:
         made += [
             Job(target="cycle", drafter="perfect", experts="slices", tiers=tiers, loads=ample)
@@ -65,9 +71,12 @@ QUICK_JOBS = tuple(
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)  # the first cell of a topology waits for all of them
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_cell(cell: Cell, processes: Processes, references: References) -> None:
+def test_cell(cell: Cell, processes: Processes, references: References, request: pytest.FixtureRequest) -> None:
     shape = topology(cell.dp, cell.tp)
-    seen = processes.seen(shape, jobs(cell.dp, cell.tp), job=cell.job, load=cell.load)
+    names = {item.name for item in request.session.items}  # what -k and the like have left
+    chosen = [other for other in CELLS if f"test_cell[{other}]" in names]
+    together = tuple(dict.fromkeys(other.job for other in chosen if (other.dp, other.tp) == (cell.dp, cell.tp)))
+    seen = processes.seen(shape, together, job=cell.job, load=cell.load)
     REPORT.ties += check_cell(shape, cell.job, cell.load, seen, references)
     REPORT.cells += 1
 
