@@ -150,9 +150,9 @@ def _bandwidth(kernels: Kernels, size: int) -> float:
 
 def _arithmetic(kernels: Kernels) -> float:
     """10^9 int8 operations a second, additions counted, of the fastest of some runs."""
-    weight, x = torch.randn(16, _MULTIPLY_INPUTS), torch.randn(8, _MULTIPLY_INPUTS)
+    weight, x = torch.randn(16, _MULTIPLY_INPUTS), torch.randn(16, _MULTIPLY_INPUTS)
     matrix = PackedMatrix.pack(kernels, weight, None, weight_format=WeightFormat.INT8, name="weight")
-    operations = 2 * 8 * 16 * _MULTIPLY_INPUTS * _MULTIPLY_ROUNDS
+    operations = 2 * 16 * 16 * _MULTIPLY_INPUTS * _MULTIPLY_ROUNDS
     return operations / _fastest(lambda: kernels.multiply(matrix.struct, x, rounds=_MULTIPLY_ROUNDS)) / 1e9
 
 

@@ -30,7 +30,8 @@ _COMPILE_TIMEOUT_S = 300
 def build_library(
     name: str, sources: Mapping[str, str], *, main: str, flags: Sequence[str], libraries: Sequence[str] = ()
 ) -> ctypes.CDLL | None:
-    """``sources``: text by file name; ``main`` is the one to compile; ``libraries``: linker arguments."""
+    """``sources``: text by file name; ``main`` is the one to compile; ``libraries``: linker arguments, and all of them:
+    what flags would bring along (``-fopenmp`` the compiler's own OpenMP) is not linked."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.info("no C++ compiler (g++ or clang++): %s runs on torch, which is slower", name)
@@ -43,17 +44,25 @@ def build_library(
     with tempfile.TemporaryDirectory(prefix="outrider-build-") as folder:
         for file_name, text in sources.items():
             (Path(folder) / file_name).write_text(text, encoding="utf-8")
-        built = Path(folder) / "built.so"
-        command = [compiler, *flags, "-fPIC", "-shared", str(Path(folder) / main), *libraries, "-o", str(built)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("compiling %s took over %d s: torch is used", name, _COMPILE_TIMEOUT_S)
-            return None
-        if done.returncode:
-            logger.warning("compiling %s failed, torch is used: %s", name, done.stderr.strip()[:400])
-            return None
+        compiled, built = Path(folder) / "compiled.o", Path(folder) / "built.so"
+        for step in (
+            [compiler, *flags, "-fPIC", "-c", str(Path(folder) / main), "-o", str(compiled)],
+            [compiler, "-shared", str(compiled), *libraries, "-o", str(built)],
+        ):
+            if not _runs(step, name):
+                return None
         return ctypes.CDLL(str(_keep(built, kept)))
+
+
+def _runs(step: Sequence[str], name: str) -> bool:
+    try:
+        done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=_COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("compiling %s took over %d s: torch is used", name, _COMPILE_TIMEOUT_S)
+        return False
+    if done.returncode:
+        logger.warning("compiling %s failed, torch is used: %s", name, done.stderr.strip()[:400])
+    return done.returncode == 0
 
 
 def _keep(built: Path, kept: Path) -> Path:

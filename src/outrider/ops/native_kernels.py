@@ -24,7 +24,7 @@ from outrider.ops.native_build import build_library
 logger = get_logger(__name__)
 
 _FOLDER = Path(__file__).parent / "native"
-_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-Wno-psabi", "-Wno-maybe-uninitialized")
+_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-Wno-psabi", "-fvisibility=hidden")
 
 
 STAGES = ("norm", "qkv", "rotary", "attention", "output", "gate_up", "down", "linear")  # as the C enum Stage
@@ -147,8 +147,8 @@ class Kernels:
         self._library.outrider_read(c_void_p(address(data, torch.uint8)), c_int64(data.numel()))
 
     def multiply(self, matrix: MatrixStruct, x_NI: Tensor, *, rounds: int) -> None:
-        """``rounds`` times the first panel by 8 rows, spread over the threads; no result."""
-        assert x_NI.shape == (8, matrix.groups * 32), f"{tuple(x_NI.shape)}"
+        """``rounds`` times the first panel by 16 rows, spread over the threads; no result."""
+        assert x_NI.shape == (16, matrix.groups * 32), f"{tuple(x_NI.shape)}"
         self._library.outrider_multiply(ctypes.byref(matrix), c_void_p(address(x_NI, torch.float32)), rounds)
 
     def run_pass(self, decoder: DecoderStruct, arguments: PassStruct) -> None:

@@ -1,7 +1,7 @@
 """Compiling a few C++ loops where a compiler is at hand.
 
 Contract: ``compiled(source)`` is the loaded library, or None where there is no compiler, the build fails, or torch
-brings no OpenMP to link with. It is built once per process, in a temporary directory. Every caller has a torch path
+brings no OpenMP to link with (``ops.native_build`` says which, and keeps what it builds). Every caller has a torch path
 that means the same. Training is the only user: the loops are about speed on a CPU, never about results.
 """
 
@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
 from outrider.logger import get_logger
+from outrider.ops.native_build import build_library
 
 logger = get_logger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-fPIC", "-std=c++17")
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-std=c++17")
 
 # Ahead of every source: what the loops include, and bfloat16 as 16 bits, rounded to nearest even.
 _PRELUDE = r"""
@@ -43,24 +41,14 @@ static inline bf16 down(float f) {
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL | None:
     """Linked against torch's own OpenMP: a second thread pool would fight the first for the cores."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    if compiler is None or not openmp:
-        logger.info("no C++ compiler or no OpenMP beside torch: using the torch loops, which are slower")
+    if not openmp:
+        logger.info("no OpenMP beside torch: using the torch loops, which are slower")
         return None
-    with tempfile.TemporaryDirectory(prefix="outrider-train-") as folder:
-        text, objects, library = Path(folder) / "loops.cpp", Path(folder) / "loops.o", Path(folder) / "loops.so"
-        text.write_text(_PRELUDE + source)
-        steps = (
-            [compiler, *_FLAGS, "-c", str(text), "-o", str(objects)],
-            [compiler, "-shared", str(objects), str(openmp[0]), "-lm", "-lmvec", "-o", str(library)],
-        )
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
-            if done.returncode:
-                logger.warning("compiling loops failed, using torch: %s", done.stderr.strip()[:400])
-                return None
-        return ctypes.CDLL(str(library))
+    libraries = (str(openmp[0]), "-lm", "-lmvec")
+    return build_library(
+        "training", {"loops.cpp": _PRELUDE + source}, main="loops.cpp", flags=_FLAGS, libraries=libraries
+    )
 
 
 def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:

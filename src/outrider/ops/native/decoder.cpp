@@ -9,8 +9,8 @@
 #include <mutex>
 
 #include "attention.h"
-#include "gemm.h"
 #include "pack.h"
+#include "product.h"
 
 using namespace outrider;
 
@@ -77,7 +77,7 @@ struct QuantisedRows {
 
   Rows resized(int rows, int inputs) {
     const int groups = grouped(inputs) / GROUP;
-    const size_t all = size_t(rows) * groups;
+    const size_t all = size_t(rows + BLOCK) * groups;  // blocks of products may reach behind the last row
     if (scale.size() < all) {
       quants.resize(all * GROUP);
       scale.resize(all);
@@ -193,7 +193,7 @@ INLINE f32v biased(const Matrix& w, int panel, f32v sums) {
 
 // out[row][panel] = sums, or += where it is a residual stream; stride in floats.
 void product_into(Pool& p, const Matrix& w, const Rows& x, int rows, float* out, size_t stride, bool add) {
-  product(p, w, 0, w.panels, x, rows, [&](int row, int panel, f32v sums) {
+  product(p, w, x, rows, [&](int row, int panel, f32v sums) {
     float* to = out + row * stride + panel * PANEL;
     sums = biased(w, panel, sums);
     store(to, add ? load(to) + sums : sums);
@@ -206,11 +206,14 @@ INLINE f32v silu(f32v x) { return x / (splat(1.f) + exp(-x)); }
 void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows& out) {
   const int units = w.panels / 4, size = chunk_size(units, p.threads());
   p.run((units + size - 1) / size, [&](int chunk, int) {
-    for (int u = chunk * size; u < std::min(units, (chunk + 1) * size); ++u)
-      for (int row = 0; row < rows; row += BLOCK) {
-        const int count = std::min(BLOCK, rows - row);
+    Tiles tiles;
+    for (int u = chunk * size; u < std::min(units, (chunk + 1) * size); ++u) {
+      Panel panels[4];
+      for (int k = 0; k < 4; ++k) panels[k] = open_panel(w, 4 * u + k, rows, k);
+      for (int row = 0, count; row < rows; row += count) {
+        count = next_block(rows - row);
         f32v sums[4][BLOCK];
-        for (int k = 0; k < 4; ++k) panel_sums(w, 4 * u + k, x, row, count, sums[k]);
+        for (int k = 0; k < 4; ++k) block_sums(panels[k], x, row, count, tiles, sums[k]);
         for (int r = 0; r < count; ++r) {
           f32v half[2];
           for (int k = 0; k < 2; ++k)
@@ -218,6 +221,7 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
           quantise_group(half[0], half[1], out, size_t(row + r) * out.groups + u);
         }
       }
+    }
   });
 }
 
@@ -360,10 +364,14 @@ void store_context(Pool& pool, const Decoder& m, const Context& c) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
-// "avx512-vnni", "avx512", "avx2" or "portable": how integer products are made. All give the same results.
+// "amx", "avx512-vnni", "avx512", "avx2" or "portable": how integer products are made. All give the same results.
 const char* outrider_isa() {
+#if OUTRIDER_AMX
+  if (amx_permitted()) return "amx";
+#endif
 #if defined(__AVX512VNNI__) && OUTRIDER_AVX512
   return "avx512-vnni";
 #elif OUTRIDER_AVX512
@@ -405,7 +413,7 @@ void outrider_linear(const Matrix* w, const float* x, int rows, int inputs, floa
     std::fill(padded_x + r * width + inputs, padded_x + (r + 1) * width, 0.f);
     quantise_row(padded_x + r * width, quantised, r);
   });
-  product(p, *w, 0, w->panels, quantised, rows, [&](int row, int panel, f32v sums) {
+  product(p, *w, quantised, rows, [&](int row, int panel, f32v sums) {
     float* to = out + size_t(row) * outputs + panel * PANEL;
     sums = biased(*w, panel, sums);
     if ((panel + 1) * PANEL <= outputs) return store(to, sums);
@@ -439,16 +447,17 @@ int64_t outrider_read(const uint8_t* data, int64_t bytes) {
   return total;
 }
 
-// `rounds` times 8 rows by one panel of 4096 inputs in int8 on every thread, from the nearest cache: 2 * 8 * 16 * 4096
-// operations each; what the machine's arithmetic allows these products.
+// `rounds` times 16 rows [BLOCK, inputs] by the first panel, spread over the threads, from the nearest cache: what the
+// machine's arithmetic allows these products.
 void outrider_multiply(const Matrix* w, const float* x, int rounds) {
   std::lock_guard<std::mutex> lock(pass_mutex);
   Pool& p = current_pool();
   const Rows rows = space.input.resized(BLOCK, w->groups * GROUP);
   for (int r = 0; r < BLOCK; ++r) quantise_row(x + size_t(r) * w->groups * GROUP, rows, r);
   p.run(rounds, [&](int, int) {
+    Tiles tiles;
     f32v sums[BLOCK];
-    panel_sums(*w, 0, rows, 0, BLOCK, sums);
+    block_sums(open_panel(*w, 0, BLOCK, 0), rows, 0, BLOCK, tiles, sums);
   });
 }
 
@@ -484,3 +493,4 @@ int outrider_write_context(const Decoder* m, const Context* c) {
   return 0;
 }
 }
+#pragma GCC visibility pop

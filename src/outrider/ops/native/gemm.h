@@ -1,4 +1,4 @@
-// Quantised matrix products.
+// Quantised matrix products: layouts, and products by vector instructions.
 //
 // Activations: int8 in groups of GROUP along the input with one fp32 scale each (q = round(x * 127 / max|x|)).
 // Weights: groups of GROUP along the input per output, binary16 scales, in one of two formats:
@@ -13,9 +13,6 @@
 // A panel is padded to whole cache lines. Inputs and outputs beyond the real extents have weight zero.
 #pragma once
 
-#include <algorithm>
-
-#include "pool.h"
 #include "vec.h"
 
 namespace outrider {
@@ -96,7 +93,7 @@ INLINE i32v dot(i32v acc, i32v w, const int8_t* a) {
 
 // The sums of one panel's 16 outputs for R rows from row on.
 template <int FORMAT, int R>
-__attribute__((noinline)) void panel_rows(const uint8_t* data, const Rows& x, int row, f32v* sums) {
+__attribute__((noinline)) void dot_rows_of(const uint8_t* data, const Rows& x, int row, f32v* sums) {
   const int groups = x.groups;
   const uint16_t* scales = (const uint16_t*)(data + groups * quant_bytes(FORMAT));
   const int8_t* quants = x.quants + size_t(row) * groups * GROUP;
@@ -132,45 +129,21 @@ __attribute__((noinline)) void panel_rows(const uint8_t* data, const Rows& x, in
   for (int r = 0; r < R; ++r) sums[r] = acc[r];
 }
 
-constexpr int BLOCK = 8;  // rows whose sums stay in registers together
+constexpr int DOT_ROWS = 8;  // rows whose sums stay in registers together
 
+// For `rows` <= DOT_ROWS rows from row on.
 template <int FORMAT>
-INLINE void panel_block(const uint8_t* data, const Rows& x, int row, int rows, f32v* sums) {
+INLINE void dot_rows(const uint8_t* data, const Rows& x, int row, int rows, f32v* sums) {
   switch (rows) {
-    case 8: return panel_rows<FORMAT, 8>(data, x, row, sums);
-    case 7: return panel_rows<FORMAT, 7>(data, x, row, sums);
-    case 6: return panel_rows<FORMAT, 6>(data, x, row, sums);
-    case 5: return panel_rows<FORMAT, 5>(data, x, row, sums);
-    case 4: return panel_rows<FORMAT, 4>(data, x, row, sums);
-    case 3: return panel_rows<FORMAT, 3>(data, x, row, sums);
-    case 2: return panel_rows<FORMAT, 2>(data, x, row, sums);
-    default: return panel_rows<FORMAT, 1>(data, x, row, sums);
+    case 8: return dot_rows_of<FORMAT, 8>(data, x, row, sums);
+    case 7: return dot_rows_of<FORMAT, 7>(data, x, row, sums);
+    case 6: return dot_rows_of<FORMAT, 6>(data, x, row, sums);
+    case 5: return dot_rows_of<FORMAT, 5>(data, x, row, sums);
+    case 4: return dot_rows_of<FORMAT, 4>(data, x, row, sums);
+    case 3: return dot_rows_of<FORMAT, 3>(data, x, row, sums);
+    case 2: return dot_rows_of<FORMAT, 2>(data, x, row, sums);
+    default: return dot_rows_of<FORMAT, 1>(data, x, row, sums);
   }
-}
-
-// The sums of one panel's 16 outputs, without bias, for `rows` <= BLOCK rows from row on.
-INLINE void panel_sums(const Matrix& w, int panel, const Rows& x, int row, int rows, f32v* sums) {
-  const uint8_t* data = w.data + panel * panel_bytes(w.format, w.groups);
-  if (w.format == FOUR) panel_block<FOUR>(data, x, row, rows, sums);
-  else panel_block<EIGHT>(data, x, row, rows, sums);
-}
-
-// Units of work of about equal size: enough that a slow core does not hold up the others.
-INLINE int chunk_size(int items, int threads) { return std::max(1, std::min(8, items / (threads * 4))); }
-
-// out(row, panel, sums) for every row and every panel in first..first+count-1.
-template <class Out>
-void product(Pool& pool, const Matrix& w, int first, int count, const Rows& x, int rows, const Out& out) {
-  const int size = chunk_size(count, pool.threads()), chunks = (count + size - 1) / size;
-  pool.run(chunks, [&](int chunk, int) {
-    for (int p = first + chunk * size; p < first + std::min(count, (chunk + 1) * size); ++p)
-      for (int row = 0; row < rows; row += BLOCK) {
-        const int block = std::min(BLOCK, rows - row);
-        f32v sums[BLOCK];
-        panel_sums(w, p, x, row, block, sums);
-        for (int r = 0; r < block; ++r) out(row + r, p, sums[r]);
-      }
-  });
 }
 
 }  // namespace outrider

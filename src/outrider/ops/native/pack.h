@@ -5,7 +5,7 @@
 // already, as those of Q8_0 and of Q4_1 and Q4_0 files do, is kept exactly.
 #pragma once
 
-#include "gemm.h"
+#include "product.h"
 
 namespace outrider {
 
