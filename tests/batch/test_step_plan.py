@@ -65,6 +65,10 @@ def test_s1_every_rank_runs_the_same_passes() -> None:
 
 def test_admission_looks_at_requests_not_tokens() -> None:
     assert choose_tier([RequestCount(1), RequestCount(3)], (1, 2, 4, 8)) == 4
+    assert choose_tier([RequestCount(1), RequestCount(3)], (1, 2, 3, 4, 5)) == 4  # several ranks: even
+    assert choose_tier([RequestCount(3)], (1, 2, 3, 4, 5)) == 3
+    assert choose_tier([RequestCount(5), RequestCount(0)], (1, 2, 3, 4, 5)) == 5  # no larger one
+    assert choose_tier([RequestCount(1), RequestCount(0)], (1, 2, 3)) == 1
     assert choose_tier([RequestCount(9)], (1, 2, 4, 8)) == EAGER
     assert choose_tier([RequestCount(1)], ()) == EAGER
 

@@ -37,15 +37,15 @@ def test_case_s1() -> None:
         "requests": [1, 3, 0, 2],
         "tokens": [6, 18, 0, 12],
         "non_padded_tokens": [6, 18, 0, 12],
-        "padded_tokens": [18, 18, 18, 18],
+        "padded_tokens": [24, 24, 24, 24],
         "lm_head_rows": [6, 18, 0, 12],
-        "tier": 3,
+        "tier": 4,
         "padding": "tier",
     }
     verify = report["passes"]["verify"]
-    assert (verify["width"], verify["tier"], verify["tokens"]) == (7, 3, [7, 21, 0, 14])
-    assert verify["padded_tokens"] == [21] * 4
-    assert "tier 3: the smallest captured one that holds the 3 of rank 1" in text
+    assert (verify["width"], verify["tier"], verify["tokens"]) == (7, 4, [7, 21, 0, 14])
+    assert verify["padded_tokens"] == [28] * 4
+    assert "tier 4: the smallest captured even one that holds the 3 of rank 1" in text
 
 
 def test_a_tier_is_padded_to_where_none_is_captured_between() -> None:

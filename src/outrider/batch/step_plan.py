@@ -203,9 +203,15 @@ def plan_capture(kind: PassKind, *, tier: int, widths: PassWidths, num_ranks: in
 
 
 def choose_tier(requests: Sequence[RequestCount], tiers: Sequence[int]) -> int:
-    """The smallest captured tier that holds every rank's unscaled requests, or EAGER."""
+    """The smallest captured tier that holds every rank's unscaled requests, or EAGER.
+
+    Among several ranks a largest count above 2 is first rounded up to even where such a tier exists: the ranks' counts
+    wander by one from step to step, and the group stays on one graph while they do, for one padded request at most.
+    """
     largest = max(count.value for count in requests)
-    return next((tier for tier in tiers if tier >= largest), EAGER)
+    steady = largest + largest % 2 if len(requests) > 1 and largest > 2 else largest
+    holding = [tier for tier in tiers if tier >= largest]
+    return next((tier for tier in holding if tier >= steady), holding[-1] if holding else EAGER)
 
 
 def _plan_pass(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.batch.step_plan import EAGER, PassKind, PassPlan, RankRow
+from outrider.batch.counts import RequestCount
+from outrider.batch.step_plan import EAGER, PassKind, PassPlan, RankRow, choose_tier
 
 _STEPS = ((1, 8, 1), (10, 32, 2), (40, 64, 4), (72, 256, 8))  # first, last, step
 _STEP_BEYOND = 16
@@ -32,7 +33,8 @@ def describe_tier(plan: PassPlan, rows: Sequence[RankRow], *, tiers: Sequence[in
     rank = next(rank for rank, count in enumerate(plan.requests) if count.value == largest)
     if plan.tier != EAGER:
         held = f"the {largest} of rank {rank}, the largest request count over ranks"
-        return f"tier {plan.tier}: the smallest captured one that holds {held}"
+        rounded = choose_tier([RequestCount(largest)], tiers) != plan.tier
+        return f"tier {plan.tier}: the smallest captured {'even ' if rounded else ''}one that holds {held}"
     if plan.kind is PassKind.PREFILL:
         return "eager: prefill rows are ragged and no prefill pass is captured"
     incapable = next((rank for rank, row in enumerate(rows) if not row.graph_capable), None)

@@ -21,12 +21,12 @@ def reachable_keys(
 ) -> set[GraphKey]:
     """Keys of every pass a rank can be asked to run.
 
-    Rank 0 is idle or has as many requests as the busiest rank, for every load of the latter, with and without a rank
+    Rank 0 is alone, or idle beside the busiest rank, or as busy, for every load of the latter, with and without a rank
     that prefills. Other loads of its own change no key of a tier: the tier is the busiest rank's.
     """
     keys = set()
     for largest in range(max_num_seqs + 1):
-        for own in (0, largest):
+        for counts in ((largest,), (0, largest), (largest, largest)):
             for prefills in (0, 1):
                 rows = [
                     RankRow(
@@ -38,7 +38,7 @@ def reachable_keys(
                         verify_tokens=requests * widths.verify,
                         graph_capable=int(graph_capable),
                     )
-                    for requests in (own, largest)
+                    for requests in counts
                 ]
                 plan = plan_step(rows, tiers=tiers, widths=widths)
                 keys |= {GraphKey.of(pass_plan, 0) for pass_plan in plan.passes}
