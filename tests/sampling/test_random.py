@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.sampling.random import Role, derive_seed, philox4x32, uniforms
+from outrider.sampling.random import Role, derive_seed, philox4x32, philox_words, uniforms
 
 # Known answers of the Random123 distribution (kat_vectors, philox4x32, 10 rounds).
 VECTORS = [
@@ -22,6 +22,17 @@ VECTORS = [
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
 def test_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
     assert philox4x32(torch.tensor(counter)[:, None], torch.tensor(key)[:, None])[:, 0].tolist() == expected
+    assert list(philox_words((counter[0], counter[1], counter[2], counter[3]), (key[0], key[1]))) == expected
+
+
+def test_few_rows_get_the_numbers_of_many() -> None:
+    names = [(seed * 0x9E3779B97F4A7C15 % 2**64, 7 * seed + 1, 5 * seed) for seed in range(40)]
+    seeds, positions, rounds = (list(part) for part in zip(*names, strict=True))
+    many = uniforms(seeds=seeds, positions=positions, role=Role.ACCEPT, round_positions=rounds)
+    for size in (1, 3, 16):
+        few = uniforms(seeds=seeds[:size], positions=positions[:size], role=Role.ACCEPT, round_positions=rounds[:size])
+        assert torch.equal(few, many[:size])
+    assert uniforms(seeds=[], positions=[], role=Role.ACCEPT, round_positions=[]).shape == (0,)
 
 
 def test_rows_do_not_influence_each_other() -> None:

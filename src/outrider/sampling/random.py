@@ -17,6 +17,7 @@ _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of counter words 0 and 2
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round
 _NUM_ROUNDS = 10
+_FEW_ROWS = 16  # up to so many, Python's integers take less time than the calls of the vectorised form
 _SEED_DOMAIN = 1  # last counter word of derived seeds; draws use 0
 
 
@@ -46,6 +47,18 @@ def philox4x32(counter_4N: Tensor, key_2N: Tensor) -> Tensor:
     return torch.stack((even_2N[0], odd_2N[0], even_2N[1], odd_2N[1]))
 
 
+def philox_words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """The same for one counter, in Python's integers."""
+    word_0, word_1, word_2, word_3 = counter
+    key_0, key_1 = key
+    for _ in range(_NUM_ROUNDS):
+        product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
+        word_0, word_1 = (product_2 >> 32) ^ word_1 ^ key_0, product_2 & _MASK32
+        word_2, word_3 = (product_0 >> 32) ^ word_3 ^ key_1, product_0 & _MASK32
+        key_0, key_1 = (key_0 + _WEYL[0]) & _MASK32, (key_1 + _WEYL[1]) & _MASK32
+    return word_0, word_1, word_2, word_3
+
+
 def uniforms(
     *, seeds: Sequence[int], positions: Sequence[int], role: Role | Sequence[Role], round_positions: Sequence[int]
 ) -> Tensor:
@@ -53,6 +66,12 @@ def uniforms(
     num_rows = len(seeds)
     assert len(positions) == len(round_positions) == num_rows, "one seed, position and round per row"
     roles = [int(role)] * num_rows if isinstance(role, Role) else [int(r) for r in role]
+    if num_rows <= _FEW_ROWS:
+        numbers = []
+        for position, role_number, round_position, seed in zip(positions, roles, round_positions, seeds, strict=True):
+            words = philox_words((position, role_number, round_position, 0), (seed & _MASK32, (seed >> 32) & _MASK32))
+            numbers.append(((words[0] >> 5) << 26 | words[1] >> 6) * 2.0**-53)  # 27 + 26 bits
+        return torch.tensor(numbers, dtype=torch.float64)
     counter_4N = torch.tensor([positions, roles, round_positions, [0] * num_rows], dtype=torch.int64)
     low = [seed & _MASK32 for seed in seeds]
     high = [(seed >> 32) & _MASK32 for seed in seeds]
