@@ -176,6 +176,8 @@ def _real_rows(shape: Topology, job: Job, seen: Sequence[Seen]) -> dict[str, int
     leaders = [of_rank for rank, of_rank in enumerate(seen) if shape.is_leader(rank)]
     specs = [ran.spec for of_rank in leaders for ran in of_rank.requests.values()]
     verified = sum(spec.rounds + spec.offered for spec in specs)
+    if job.drafter == "perfect":
+        assert sum(spec.emitted for spec in specs) > 1.5 * sum(spec.rounds for spec in specs), "nothing was accepted"
     cut = planned[PassKind.VERIFY] - verified
     assert (cut > 0) if job.confidence_threshold else (cut == 0), f"{cut} rows fewer than planned were verified"
     return {"target": planned[PassKind.PREFILL] + verified, "drafter": planned[PassKind.DRAFT]}

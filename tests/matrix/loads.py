@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tests.engine.zoo import greedy, random_prompt
 
@@ -42,9 +43,16 @@ class Load:
         return [arrival for arrival in self.arrivals if (arrival.step, arrival.dp_rank) == (step, dp_rank)]
 
 
-def ample_loads(dp: int) -> tuple[Load, ...]:
-    """Those that never run out of KV blocks and make sense for ``dp`` ranks: one can be idle beside others only."""
-    makers: list[Callable[[int], Load]] = [busy, prefill_while_decoding, staggered]
+def ample_loads(dp: int, *, decode_tokens: int = 14) -> tuple[Load, ...]:
+    """Those that never run out of KV blocks and make sense for ``dp`` ranks: one can be idle beside others only.
+
+    decode_tokens: of the requests that decode while another prefills; several rounds of a good drafter need more.
+    """
+    makers: list[Callable[[int], Load]] = [
+        busy,
+        partial(prefill_while_decoding, decode_tokens=decode_tokens),
+        staggered,
+    ]
     if dp > 1:
         makers += [one_idle, all_but_one_idle]
     return tuple(make(dp) for make in makers)
@@ -69,9 +77,9 @@ def all_but_one_idle(dp: int) -> Load:
     return Load(name="all-but-one-idle", arrivals=tuple(_request(3, dp - 1, i) for i in range(3)))
 
 
-def prefill_while_decoding(dp: int) -> Load:
+def prefill_while_decoding(dp: int, *, decode_tokens: int = 14) -> Load:
     """All decode; then a prompt of several chunks comes to rank 0, which keeps decoding, too."""
-    early = [_request(4, r, i, max_tokens=14 + r) for r in range(dp) for i in range(1 + (r + 1) % 2)]
+    early = [_request(4, r, i, max_tokens=decode_tokens + r) for r in range(dp) for i in range(1 + (r + 1) % 2)]
     return Load(name="prefill-while-decoding", arrivals=(*early, _request(4, 0, 9, step=3, length=LONG_PROMPT)))
 
 

@@ -44,7 +44,13 @@ def jobs(dp: int, tp: int) -> tuple[Job, ...]:
         ]
     if dp > 1 and tp == 1:
         made += [
-            Job(target="cycle", drafter="perfect", experts="slices", tiers=tiers, loads=ample)
+            Job(
+                target="cycle",
+                drafter="perfect",
+                experts="slices",
+                tiers=tiers,
+                loads=ample_loads(dp, decode_tokens=64),
+            )
             for tiers in (False, True)
         ]
     return tuple(made)
