@@ -98,7 +98,7 @@ class PackedMatrix:
         quant_bytes, scale_bytes = (256, 64) if four else (512, 32)
         panel_PX = self.data.view(panels, -1)
         packed = panel_PX[:, : groups * quant_bytes].reshape(panels, groups, -1, 16, 4)  # quads of inputs, outputs
-        q = torch.cat((packed & 15, packed >> 4), dim=2).int() if four else packed.int() - 128
+        q = torch.cat((packed & 15, packed >> 4), dim=2).int() if four else packed.view(torch.int8).int()
         q_OGX = q.permute(0, 3, 1, 2, 4).reshape(panels * PANEL, groups, GROUP)
         scales = panel_PX[:, groups * quant_bytes : groups * (quant_bytes + scale_bytes)].contiguous()
         scales = scales.view(torch.float16).float().view(panels, groups, -1, PANEL)

@@ -4,6 +4,8 @@
 // a row's result is the same bits whichever way it was computed: the choice may depend on the number of rows.
 #pragma once
 
+#include <algorithm>
+
 #include "gemm.h"
 
 #if defined(__AMX_INT8__) && defined(__AMX_TILE__) && OUTRIDER_AVX512 && defined(__linux__)
@@ -17,7 +19,7 @@ namespace outrider {
 #if OUTRIDER_AMX
 
 constexpr int TILE_ROWS = 16;
-constexpr int AMX_LEAST_ROWS = 5;  // below, reading the weights costs more than the arithmetic of dot()
+constexpr int AMX_LEAST_ROWS = 14;  // below, dot() is as fast; rows missing from a tile are computed for nothing
 
 // Once per process, before any thread uses a tile.
 inline bool amx_permitted() {
@@ -33,68 +35,60 @@ struct alignas(64) TileConfig {
 };
 
 // Tiles 0..3: sums; 4, 5: activations; 6, 7: weights.
-INLINE void configure_tiles(int rows) {
+INLINE void configure_tiles() {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
-    config.rows[tile] = tile < 6 ? rows : QUADS;
+    config.rows[tile] = tile < 6 ? TILE_ROWS : QUADS;
     config.bytes_per_row[tile] = tile == 4 || tile == 5 ? GROUP : 64;
   }
   _tile_loadconfig(&config);
 }
 
-// The quants of a panel as bytes, [groups][8 quads][16][4]: where they are, or spread from nibbles into `spread`.
-template <int FORMAT>
-INLINE const uint8_t* byte_quants(const uint8_t* data, int groups, uint8_t* spread) {
-  if (FORMAT == EIGHT) return data;
-  const i32v mask = splat(int32_t(0x0f0f0f0f));
-  for (int g = 0; g < groups; ++g)
-    for (int q = 0; q < QUADS / 2; ++q) {
-      i32v packed;
-      std::memcpy(&packed, data + (g * QUADS / 2 + q) * 64, 64);
-      const i32v low = packed & mask, high = (packed >> 4) & mask;
-      std::memcpy(spread + (g * QUADS + q) * 64, &low, 64);
-      std::memcpy(spread + (g * QUADS + QUADS / 2 + q) * 64, &high, 64);
-    }
-  asm volatile("" ::: "memory");  // tile loads are invisible to the compiler
-  return spread;
-}
+constexpr int AHEAD = 4;  // groups whose integers are on their way while those before are scaled
 
-// The sums of one panel for R rows from row on; rows behind the last real one are computed from what lies there.
-template <int FORMAT, int R>
-__attribute__((noinline)) void tile_rows(const uint8_t* quants, const uint16_t* scales, const Rows& x, int row,
-                                         f32v* sums) {
-  alignas(64) int32_t parts[2][R][PANEL];
+// Integer sums of one group into `parts`. Tiles are named in the instruction, hence a macro.
+#define OUTRIDER_TILE_GROUP(SUMS, ROWS, WEIGHTS, I)                          \
+  if (first + I < groups) {                                                  \
+    _tile_zero(SUMS);                                                        \
+    _tile_loadd(WEIGHTS, quants + (first + I) * 64 * QUADS, 64);             \
+    _tile_loadd(ROWS, a + (first + I) * GROUP, stride);                      \
+    _tile_dpbssd(SUMS, ROWS, WEIGHTS);                                       \
+    _tile_stored(SUMS, parts[I], 64);                                        \
+  }
+
+// Up to AHEAD groups from `first` on.
+INLINE void tile_groups(const uint8_t* quants, const int8_t* a, int first, int groups,
+                        int32_t (*parts)[TILE_ROWS][PANEL]) {
+  const size_t stride = size_t(groups) * GROUP;
+  OUTRIDER_TILE_GROUP(0, 4, 6, 0)
+  OUTRIDER_TILE_GROUP(1, 5, 7, 1)
+  OUTRIDER_TILE_GROUP(2, 4, 6, 2)
+  OUTRIDER_TILE_GROUP(3, 5, 7, 3)
+}
+#undef OUTRIDER_TILE_GROUP
+
+// The sums of one EIGHT panel for TILE_ROWS rows from row on; those behind the last real one come of what lies there.
+// FOUR has none: spreading its nibbles and adding its minima takes what the unit saves.
+__attribute__((noinline)) inline void tile_rows(const uint8_t* quants, const Rows& x, int row, f32v* sums) {
+  alignas(64) int32_t parts[2][AHEAD][TILE_ROWS][PANEL];
   const int groups = x.groups;
+  const uint16_t* scales = (const uint16_t*)(quants + groups * quant_bytes(EIGHT));
   const int8_t* a = x.quants + size_t(row) * groups * GROUP;
-  const size_t first = size_t(row) * groups;
-  f32v acc[R] = {};
-  for (int g = 0; g < groups; ++g) {
-    if (g % 2 == 0) {
-      _tile_zero(0);
-      _tile_loadd(6, quants + g * 64 * QUADS, 64);
-      _tile_loadd(4, a + g * GROUP, groups * GROUP);
-      _tile_dpbsud(0, 4, 6);
-      _tile_stored(0, parts[0], 64);
-    } else {
-      _tile_zero(1);
-      _tile_loadd(7, quants + g * 64 * QUADS, 64);
-      _tile_loadd(5, a + g * GROUP, groups * GROUP);
-      _tile_dpbsud(1, 5, 7);
-      _tile_stored(1, parts[1], 64);
-    }
-    const f32v d = load_half(scales + g * (FORMAT == FOUR ? 2 : 1) * PANEL);
-    for (int r = 0; r < R; ++r) {
-      i32v part;
-      std::memcpy(&part, parts[g % 2][r], 64);
-      if (FORMAT == EIGHT) part += splat(x.start[first + r * groups + g]);
-      acc[r] = fma(to_float(part), d * splat(x.scale[first + r * groups + g]), acc[r]);
-    }
-    if (FORMAT == FOUR) {
-      const f32v m = load_half(scales + (2 * g + 1) * PANEL);
-      for (int r = 0; r < R; ++r) acc[r] = fma(m, splat(x.scaled_sum[first + r * groups + g]), acc[r]);
+  const float* row_scales = x.scale + size_t(row) * groups;
+  f32v acc[TILE_ROWS] = {};
+  tile_groups(quants, a, 0, groups, parts[0]);
+  for (int block = 0, turn = 0; block < groups; block += AHEAD, turn ^= 1) {
+    if (block + AHEAD < groups) tile_groups(quants, a, block + AHEAD, groups, parts[turn ^ 1]);
+    for (int g = block; g < std::min(groups, block + AHEAD); ++g) {
+      const f32v d = load_half(scales + g * PANEL);
+      for (int r = 0; r < TILE_ROWS; ++r) {
+        i32v part;
+        std::memcpy(&part, parts[turn][g - block][r], 64);
+        acc[r] = fma(to_float(part), d * splat(row_scales[r * groups + g]), acc[r]);
+      }
     }
   }
-  for (int r = 0; r < R; ++r) sums[r] = acc[r];
+  for (int r = 0; r < TILE_ROWS; ++r) sums[r] = acc[r];
 }
 
 #endif

@@ -65,7 +65,6 @@ struct Context {
 
 namespace {
 
-constexpr int UNIT_ROWS = 32;     // query rows of one unit of attention
 constexpr int INLINE_ROWS = 4;    // row-wise steps of fewer rows are not worth waking anyone
 
 INLINE int grouped(int x) { return (x + GROUP - 1) / GROUP * GROUP; }
@@ -208,12 +207,10 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
   p.run((units + size - 1) / size, [&](int chunk, int) {
     Tiles tiles;
     for (int u = chunk * size; u < std::min(units, (chunk + 1) * size); ++u) {
-      Panel panels[4];
-      for (int k = 0; k < 4; ++k) panels[k] = open_panel(w, 4 * u + k, rows, k);
       for (int row = 0, count; row < rows; row += count) {
-        count = next_block(rows - row);
+        count = next_block(w, rows - row);
         f32v sums[4][BLOCK];
-        for (int k = 0; k < 4; ++k) block_sums(panels[k], x, row, count, tiles, sums[k]);
+        for (int k = 0; k < 4; ++k) block_sums(w, 4 * u + k, x, row, count, tiles, sums[k]);
         for (int r = 0; r < count; ++r) {
           f32v half[2];
           for (int k = 0; k < 2; ++k)
@@ -230,9 +227,11 @@ void plan_units(const Decoder& m, const Pass& p, std::vector<Unit>& units) {
   for (int r = 0; r < p.requests; ++r) {
     const int rows = p.starts[r + 1] - p.starts[r];
     const int first_seen = p.slots ? p.lengths[r] - rows + 1 : p.lengths[r] + rows;
-    for (int row = 0; row < rows; row += UNIT_ROWS)
+    const int scores = (p.lengths[r] + rows) * (m.heads / m.kv_heads);  // of one row, at most
+    const int most = std::max(1, std::min(UNIT_ROWS, UNIT_SCORES / std::max(1, scores)));
+    for (int row = 0; row < rows; row += most)
       for (int h = 0; h < m.kv_heads; ++h)
-        units.push_back({r, p.starts[r] + row, std::min(UNIT_ROWS, rows - row), h, first_seen + (p.slots ? row : 0)});
+        units.push_back({r, p.starts[r] + row, std::min(most, rows - row), h, first_seen + (p.slots ? row : 0)});
   }
 }
 
@@ -457,7 +456,10 @@ void outrider_multiply(const Matrix* w, const float* x, int rounds) {
   p.run(rounds, [&](int, int) {
     Tiles tiles;
     f32v sums[BLOCK];
-    block_sums(open_panel(*w, 0, BLOCK, 0), rows, 0, BLOCK, tiles, sums);
+    for (int row = 0, count; row < BLOCK; row += count) {
+      count = next_block(*w, BLOCK - row);
+      block_sums(*w, 0, rows, row, count, tiles, sums);
+    }
   });
 }
 

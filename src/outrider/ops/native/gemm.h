@@ -2,8 +2,8 @@
 //
 // Activations: int8 in groups of GROUP along the input with one fp32 scale each (q = round(x * 127 / max|x|)).
 // Weights: groups of GROUP along the input per output, binary16 scales, in one of two formats:
-//   EIGHT  w = d * (q - 128), q in 1..255
-//   FOUR   w = d * q + m,     q in 0..15
+//   EIGHT  w = d * q,     q in -127..127
+//   FOUR   w = d * q + m, q in 0..15
 // A group's product is an exact integer on every instruction set. Groups are added in fp32 in ascending order, per
 // output element, whatever else is computed in the same call: a row's result does not depend on the rows beside it.
 //
@@ -116,6 +116,7 @@ __attribute__((noinline)) void dot_rows_of(const uint8_t* data, const Rows& x, i
       for (int q = 0; q < QUADS; ++q) {
         i32v w;
         std::memcpy(&w, data + q * 64, 64);
+        w ^= splat(int32_t(0x80808080));  // q + 128, which is not negative: made up for by where the sums start
         for (int r = 0; r < R; ++r) part[r] = dot(part[r], w, a + size_t(r) * groups * GROUP + 4 * q);
       }
     }

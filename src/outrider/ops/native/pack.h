@@ -55,7 +55,7 @@ inline Grid fit_eight(const float* w, int real, float top) {
   for (int i = 0; i < GROUP; ++i) {
     const float steps = grid.d == 0.f ? 0.f : w[i] / grid.d;
     const float q = std::nearbyint(std::min(127.f, std::max(-127.f, steps)));
-    grid.q[i] = uint8_t(int(q) + 128);
+    grid.q[i] = uint8_t(int8_t(q));
     const float lost = w[i] - grid.d * q;
     if (i < real) grid.error += lost * lost;
   }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "amx.h"
 #include "pool.h"
@@ -10,86 +9,50 @@
 namespace outrider {
 
 constexpr int BLOCK = 16;  // rows of one block of products, at most
-constexpr int OPEN_PANELS = 4;
 
 // A thread's use of the matrix unit during one chunk of work; nothing where there is none.
 class Tiles {
  public:
 #if OUTRIDER_AMX
   ~Tiles() {
-    if (rows_) _tile_release();
+    if (configured_) _tile_release();
   }
-  void use(int rows) {
-    if (rows != rows_) configure_tiles(rows);
-    rows_ = rows;
+  void configure() {
+    if (!configured_) configure_tiles();
+    configured_ = true;
   }
 
  private:
-  int rows_ = 0;
+  bool configured_ = false;
 #endif
 };
 
-// One panel, ready for products with the rows of a call.
-struct Panel {
-  const uint8_t* data;
-  const uint8_t* bytes;  // quants for the matrix unit; null: not used for this call
-  int format, groups;
-};
-
-INLINE const uint16_t* panel_scales(const Panel& p) {
-  return (const uint16_t*)(p.data + p.groups * quant_bytes(p.format));
-}
-
-// `place` below OPEN_PANELS: up to so many panels are open at a time on one thread.
-INLINE Panel open_panel(const Matrix& w, int panel, int rows, int place) {
-  Panel opened{w.data + panel * panel_bytes(w.format, w.groups), nullptr, w.format, w.groups};
+INLINE bool suits_tiles(int format, int rows) {
 #if OUTRIDER_AMX
-  static thread_local std::vector<uint8_t> spread[OPEN_PANELS];
-  if (rows >= AMX_LEAST_ROWS && amx_permitted()) {
-    if (w.format == EIGHT) {
-      opened.bytes = opened.data;
-    } else {
-      const size_t size = size_t(w.groups) * quant_bytes(EIGHT);
-      if (spread[place].size() < size) spread[place].resize(size);
-      opened.bytes = byte_quants<FOUR>(opened.data, w.groups, spread[place].data());
-    }
-  }
+  return format == EIGHT && rows >= AMX_LEAST_ROWS && amx_permitted();
 #else
-  (void)rows;
-  (void)place;
+  return (void)format, (void)rows, false;
 #endif
-  return opened;
 }
 
-// How many of the rows that are left the next block takes.
-INLINE int next_block(int left) {
-#if OUTRIDER_AMX
-  if (left >= AMX_LEAST_ROWS && amx_permitted()) return std::min(left, BLOCK);
-#endif
-  return std::min(left, DOT_ROWS);
+// How many of the rows that are left the next block of products with `w` takes.
+INLINE int next_block(const Matrix& w, int left) {
+  return std::min(left, suits_tiles(w.format, left) ? BLOCK : DOT_ROWS);
 }
 
-// The sums of the panel's 16 outputs, without bias, for a block of next_block() rows.
-INLINE void block_sums(const Panel& p, const Rows& x, int row, int rows, Tiles& tiles, f32v* sums) {
+// The sums of a panel's 16 outputs, without bias, for a block of next_block() rows.
+INLINE void block_sums(const Matrix& w, int panel, const Rows& x, int row, int rows, Tiles& tiles, f32v* sums) {
+  const uint8_t* data = w.data + panel * panel_bytes(w.format, w.groups);
 #if OUTRIDER_AMX
-  if (rows >= AMX_LEAST_ROWS && p.bytes) {
-    const int size = rows > 8 ? 16 : 8;
-    tiles.use(size);
-    const uint16_t* scales = panel_scales(p);
-    if (p.format == FOUR) {
-      if (size == 16) tile_rows<FOUR, 16>(p.bytes, scales, x, row, sums);
-      else tile_rows<FOUR, 8>(p.bytes, scales, x, row, sums);
-    } else {
-      if (size == 16) tile_rows<EIGHT, 16>(p.bytes, scales, x, row, sums);
-      else tile_rows<EIGHT, 8>(p.bytes, scales, x, row, sums);
-    }
-    return;
+  if (suits_tiles(w.format, rows)) {
+    tiles.configure();
+    return tile_rows(data, x, row, sums);
   }
 #else
   (void)tiles;
 #endif
-  if (p.format == FOUR) dot_rows<FOUR>(p.data, x, row, rows, sums);
-  else dot_rows<EIGHT>(p.data, x, row, rows, sums);
+  if (w.format == FOUR) dot_rows<FOUR>(data, x, row, rows, sums);
+  else dot_rows<EIGHT>(data, x, row, rows, sums);
 }
 
 // Units of work of about equal size: enough that a slow core does not hold up the others.
@@ -101,15 +64,13 @@ void product(Pool& pool, const Matrix& w, const Rows& x, int rows, const Out& ou
   const int size = chunk_size(w.panels, pool.threads());
   pool.run((w.panels + size - 1) / size, [&](int chunk, int) {
     Tiles tiles;
-    for (int p = chunk * size; p < std::min(w.panels, (chunk + 1) * size); ++p) {
-      const Panel panel = open_panel(w, p, rows, 0);
+    for (int p = chunk * size; p < std::min(w.panels, (chunk + 1) * size); ++p)
       for (int row = 0, count; row < rows; row += count) {
-        count = next_block(rows - row);
+        count = next_block(w, rows - row);
         f32v sums[BLOCK];
-        block_sums(panel, x, row, count, tiles, sums);
+        block_sums(w, p, x, row, count, tiles, sums);
         for (int r = 0; r < count; ++r) out(row + r, p, sums[r]);
       }
-    }
   });
 }
 
