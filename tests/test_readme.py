@@ -10,11 +10,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,7 @@ def run(argv: list[str], timeout: float = 280) -> subprocess.CompletedProcess[st
 
 def test_the_readme_has_commands_and_code() -> None:
     verbs = {shlex.split(c)[1] for c in commands() if c.startswith("outrider")}
-    assert {"generate", "serve", "bench", "chat", "train", "inspect"} <= verbs
+    assert {"generate", "serve", "bench", "chat", "train", "inspect", "explain", "convert"} <= verbs
     assert len(blocks("python")) == 1
 
 
@@ -57,13 +59,26 @@ def test_every_relative_link_exists() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-RUNNABLE = ("generate", "bench", "inspect")
+RUNNABLE = ("generate", "bench", "inspect", "explain")
+CONVERTED = ROOT / "runs" / "smollm2-8x"
+
+
+@pytest.fixture(scope="module")
+def converted() -> Iterator[None]:
+    """The model that the commands over ranks run on, made by the README's own command."""
+    assert not CONVERTED.exists(), f"{CONVERTED} is in the way"
+    command = next(c for c in commands() if c.startswith("outrider convert"))
+    assert str(CONVERTED.relative_to(ROOT)) in command
+    result = run(shlex.split(command))
+    assert result.returncode == 0, result.stderr
+    yield
+    shutil.rmtree(CONVERTED)
 
 
 @pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.parametrize("command", [c for c in commands() if c.startswith("outrider") and c.split()[1] in RUNNABLE])
-def test_commands_run(command: str) -> None:
+def test_commands_run(command: str, converted: None) -> None:
     result = run(shlex.split(command))
     assert result.returncode == 0, result.stderr
     if "--json" in command:
