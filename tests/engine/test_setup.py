@@ -10,7 +10,8 @@ import pytest
 from tests.fixtures import make_cycle_target, make_moe_drafter, make_moe_target, make_perfect_drafter
 
 from outrider.config import EngineArgs
-from outrider.engine.setup import _available_bytes, resolve
+from outrider.engine.launch import make_engine
+from outrider.engine.setup import _available_bytes, build_engine, resolve
 from outrider.errors import ConfigError
 
 BYTES_PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values of 4 layers, 2 heads of 16, float32
@@ -89,3 +90,35 @@ def test_experts_that_cannot_be_spread_are_refused_before_weights_load(
     draft = str(make_moe_drafter(tmp_path / "drafter")) if drafted else "none"
     with pytest.raises(ConfigError, match=message):
         resolve(EngineArgs(model=model, draft=draft, data_parallel_size=3, **changes))
+
+
+@pytest.mark.parametrize(
+    ("experts", "changes", "message"),
+    [
+        (
+            True,
+            {"enable_expert_parallel": True, "all2all_backend": "alltoall"},
+            r"all2all_backend='alltoall' .*one rank only",
+        ),
+        (
+            False,
+            {"enable_expert_parallel": True, "data_parallel_size": 2},
+            r"enable_expert_parallel .*neither the model nor",
+        ),
+        (False, {"mask_padded_tokens": "on"}, r"mask_padded_tokens='on' .*neither the model nor its drafter"),
+        (False, {"mask_padded_tokens": "off"}, r"mask_padded_tokens='off' .*neither the model nor its drafter"),
+    ],
+)
+def test_flags_of_experts_without_a_use_are_refused(
+    experts: bool, changes: dict[str, Any], message: str, target: str, tmp_path: Path
+) -> None:
+    model = str(make_moe_target(tmp_path)) if experts else target
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineArgs(model=model, draft="none", **changes))
+
+
+def test_expert_parallelism_of_one_rank_holds_every_expert(tmp_path: Path) -> None:
+    model = str(make_moe_target(tmp_path))
+    args = EngineArgs(model=model, draft="none", enable_expert_parallel=True, kv_cache_memory_bytes=1 << 20)
+    for engine in (make_engine(args), build_engine(args)):
+        assert engine.stats().expert_parallel_size == 1

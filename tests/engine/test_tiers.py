@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from tests import fixtures
@@ -81,8 +82,8 @@ def test_start_up_says_what_was_captured(zoo: Zoo, caplog: pytest.LogCaptureFixt
     assert "static buffers" in lines[1]
 
 
-def test_defaults_resolve_to_what_the_device_and_the_ranks_ask_for(zoo: Zoo) -> None:
-    model = str(zoo.path("cycle"))
+def test_defaults_resolve_to_what_the_device_and_the_ranks_ask_for(tmp_path: Path) -> None:
+    model = str(fixtures.make_moe_target(tmp_path))
     config = resolve(EngineArgs(model=model, draft="none")).config
     assert (config.enforce_eager, config.mask_padded_tokens) == (True, False)
     config = resolve(EngineArgs(model=model, draft="none", enforce_eager=False, mask_padded_tokens="on")).config

@@ -34,7 +34,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.group import EngineGroup
 from outrider.engine.links import RankLinks
 from outrider.engine.messages import BuildEngine, Hello, Start, Wake
-from outrider.engine.setup import ResolvedEngine, build_engine, resolve
+from outrider.engine.setup import ResolvedEngine, build_engine, resolve, topology_of
 from outrider.engine.worker import RankOrder, run_rank
 from outrider.errors import CheckpointError, ConfigError, EngineDeadError
 from outrider.logger import get_logger
@@ -70,7 +70,7 @@ def make_engine(args: EngineArgs, *, build: BuildEngine = build_engine) -> Engin
     ``build`` makes a rank's engine core. In processes without the front this does not return: see ``join_group``.
     """
     if _world_size(args) == 1:
-        return build(args, parallel=SINGLE_RANK)
+        return build(args, parallel=dataclasses.replace(SINGLE_RANK, topology=topology_of(args)))
     join_group(args)
     return _launch(args, _meeting(args), build)
 

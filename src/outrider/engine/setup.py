@@ -81,6 +81,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     path, drafters = _choose_drafter(args, model)
     for drafter in drafters:
         topology.check_drafter(drafter)
+    _require_a_use(args, has_experts=any(shape.has_experts for shape in (model.config, *(d.decoder for d in drafters))))
     proposer: ProposerName = "lookup" if args.draft == "lookup" else "dspark" if drafters else "none"
     if drafters:
         gamma = check_num_speculative_tokens(args.num_speculative_tokens, drafters[0])
@@ -130,6 +131,26 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     return ResolvedEngine(config=config, model=model, drafters=drafters, layout=layout, topology=topology)
 
 
+def _require_a_use(args: EngineArgs, *, has_experts: bool) -> None:
+    """Refuse what would be accepted and then have no effect: the user means another model, or more ranks."""
+    if args.all2all_backend == "alltoall" and args.data_parallel_size * args.tensor_parallel_size == 1:
+        raise ConfigError(
+            "all2all_backend='alltoall' sends rows between ranks; there is one rank only (data_parallel_size=1 * "
+            "tensor_parallel_size=1)"
+        )
+    if has_experts:
+        return
+    if args.enable_expert_parallel:
+        raise ConfigError(
+            "enable_expert_parallel spreads experts over ranks; neither the model nor its drafter has any"
+        )
+    if args.mask_padded_tokens != "auto":
+        raise ConfigError(
+            f"mask_padded_tokens={args.mask_padded_tokens!r} is about the rows that experts get; neither the model nor "
+            "its drafter has experts"
+        )
+
+
 def topology_of(args: EngineArgs) -> Topology:
     return Topology(
         data_parallel_size=args.data_parallel_size,
@@ -140,14 +161,17 @@ def topology_of(args: EngineArgs) -> Topology:
 
 
 def build_engine(
-    args: EngineArgs, *, target: LoadedModel | None = None, parallel: ParallelState = SINGLE_RANK
+    args: EngineArgs, *, target: LoadedModel | None = None, parallel: ParallelState | None = None
 ) -> EngineCore:
     """One rank's engine: resolve, load and assemble; then hold the drafter against the figure stored beside it.
 
     ``target`` is the model that ``args`` name, where it is in memory already: engines may share one. ``parallel``: the
-    groups this rank is in; all ranks call this together, and with the same ``args``.
+    groups this rank is in, None with one rank; all ranks call this together, and with the same ``args``.
     """
     resolved = resolve(args)
+    if parallel is None:
+        assert resolved.topology.world_size == 1, resolved.topology
+        parallel = dataclasses.replace(SINGLE_RANK, topology=resolved.topology)
     assert resolved.topology == parallel.topology, (resolved.topology, parallel.topology)
     config, device = resolved.config, DEVICE
     loaded = target or load_model(

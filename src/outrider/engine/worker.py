@@ -64,8 +64,11 @@ def run_rank(order: RankOrder) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     mark_rank(order.rank)
-    connection = Client((order.host, order.port), authkey=bytes.fromhex(order.key))
-    connection.send(Hello(rank=order.rank, args=order.args))
+    try:
+        connection = Client((order.host, order.port), authkey=bytes.fromhex(order.key))
+        connection.send(Hello(rank=order.rank, args=order.args))
+    except (EOFError, ConnectionError):  # the front has ended meanwhile
+        return 1
     try:
         start: Start = connection.recv()
         inbox = Inbox()
