@@ -54,9 +54,11 @@ def run_vector(core: EngineCore, vector: Sequence[int], rank: int, plans: list[S
 
 
 class Ranks:
-    """Engines of ``num_ranks`` data-parallel ranks with expert parallelism, run on simulated ranks."""
+    """Engines of ``num_ranks`` data-parallel ranks, with expert parallelism unless told, run on simulated ranks."""
 
-    def __init__(self, model: str, draft: str, *, num_ranks: int, enforce_eager: bool) -> None:
+    def __init__(
+        self, model: str, draft: str, *, num_ranks: int, enforce_eager: bool, expert_parallel: bool = True
+    ) -> None:
         self.args = EngineArgs(
             model=model,
             draft=draft,
@@ -65,7 +67,7 @@ class Ranks:
             max_num_batched_tokens=128,
             kv_cache_memory_bytes=1 << 21,
             data_parallel_size=num_ranks,
-            enable_expert_parallel=True,
+            enable_expert_parallel=expert_parallel,
             enforce_eager=enforce_eager,
         )
         self.simulation = Simulation(topology_of(self.args))
@@ -126,7 +128,9 @@ def test_an_idle_rank_that_left_out_a_pass_would_be_found(
 
 def test_dense_models_cross_ranks_in_the_agreement_alone(zoo: Zoo) -> None:
     """An idle rank of dense models has nothing to do and nobody waits for it."""
-    ranks = Ranks(str(zoo.path("rand")), str(zoo.path("random")), num_ranks=2, enforce_eager=False)
+    ranks = Ranks(
+        str(zoo.path("rand")), str(zoo.path("random")), num_ranks=2, enforce_eager=False, expert_parallel=False
+    )
     ranks.run([(2, 0)])
     assert {call.name for calls in ranks.simulation.calls for call in calls} == {"all_gather_row"}
 
