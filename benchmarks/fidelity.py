@@ -106,7 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     loaded = load_model(args.model, dtype=args.dtype)
     lines = [line for path in args.data for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    texts = [loaded.tokenizer.encode(turn) for line in lines for turn in json.loads(line)["turns"]]
+    texts = [
+        loaded.tokenizer.encode(turn, add_special_tokens=False) for line in lines for turn in json.loads(line)["turns"]
+    ]
     candidates: dict[str, tuple[Decoder | NativeDecoder, torch.dtype]] = {}
     for name in args.quantization:
         required_kernels()
