@@ -58,6 +58,21 @@ def test_logprobs_are_those_of_the_quantised_model(zoo: Zoo) -> None:
     torch.testing.assert_close(first[:1], second[:1], rtol=0, atol=0.2)
 
 
+@needs_kernels
+def test_the_kernels_threads_are_the_only_ones(zoo: Zoo) -> None:
+    """Two pools on the same cores took a pass's time twice over."""
+    before = torch.get_num_threads()
+    kernels = load_kernels()
+    assert kernels is not None
+    threads = kernels.threads
+    try:
+        zoo.llm("rand", quantization="int8")
+        assert torch.get_num_threads() == 1
+        assert kernels.threads == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def resolved(zoo: Zoo, path: Path | str, **args: Any) -> str:
     return resolve(EngineArgs(model=str(path), draft="none", **args)).config.quantization
 

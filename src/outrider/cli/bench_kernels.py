@@ -61,10 +61,16 @@ def kernels_command(
             repeat=repeat,
             on_pass=bar.update,
         )
-    Console().print(_table(figures, config, context=context))
+    native = config.quantization != "none"
+    threads = required_kernels().threads if native else torch.get_num_threads()
+    console = Console()
+    console.print(_headline(figures, config, context=context, threads=threads))
+    console.print(_table(figures, native=native))
+    if native:
+        console.print(_shares(figures))
     if json:
         settings = {"context": context, "rows_per_request": rows_per_request, "repeat": repeat}
-        print_json_line(_json(figures, config) | {"settings": settings})
+        print_json_line(_json(figures, config, threads=threads) | {"settings": settings})
 
 
 def _sizes(text: str) -> list[int]:
@@ -83,25 +89,34 @@ def _limits(figures: KernelFigures, rows: int) -> tuple[float, float]:
     return read_ms, rows * 2 * figures.multiplications / figures.giga_operations / 1e6
 
 
-def _table(figures: KernelFigures, config: EngineConfig, *, context: int) -> Table:
-    native = config.quantization != "none"
-    title = f"{config.model}, quantization {config.quantization}, {config.dtype} KV, context {context}"
-    title += f", {torch.get_num_threads()} threads; {figures.weight_bytes / 1e6:.0f} MB of weights"
-    if native:
-        title += f"; {figures.bandwidth_gb_s:.1f} GB/s, {figures.giga_operations:.0f} int8 GOP/s"
-    table = Table(title=title)
-    for name in ("rows", "ms", "fastest", "rows/s", *(("x limit", *STAGES) if native else ())):
+def _headline(figures: KernelFigures, config: EngineConfig, *, context: int, threads: int) -> str:
+    text = f"{config.model}, quantization {config.quantization}, {config.dtype} KV, context {context}"
+    text += f", {threads} threads; {figures.weight_bytes / 1e6:.0f} MB of weights"
+    if config.quantization != "none":
+        text += f"; {figures.bandwidth_gb_s:.1f} GB/s, {figures.giga_operations:.0f} int8 GOP/s"
+    return text
+
+
+def _table(figures: KernelFigures, *, native: bool) -> Table:
+    table = Table()
+    for name in ("rows", "ms", "fastest", "rows/s", *(("x limit",) if native else ())):
         table.add_column(name, justify="right")
     for rows, ms in figures.milliseconds.items():
         cells = [str(rows), f"{ms:.2f}", f"{figures.fastest[rows]:.2f}", f"{1e3 * rows / ms:.0f}"]
-        if native:
-            cells.append(f"{ms / max(_limits(figures, rows)):.2f}")
-            cells += [f"{100 * figures.shares[rows][stage]:.0f}%" for stage in STAGES]
-        table.add_row(*cells)
+        table.add_row(*cells, *((f"{ms / max(_limits(figures, rows)):.2f}",) if native else ()))
     return table
 
 
-def _json(figures: KernelFigures, config: EngineConfig) -> dict[str, object]:
+def _shares(figures: KernelFigures) -> Table:
+    table = Table()
+    for name in ("rows", *STAGES):
+        table.add_column(name, justify="right")
+    for rows, shares in figures.shares.items():
+        table.add_row(str(rows), *(f"{100 * shares[stage]:.0f}%" for stage in STAGES))
+    return table
+
+
+def _json(figures: KernelFigures, config: EngineConfig, *, threads: int) -> dict[str, object]:
     def by_rows(values: dict[int, float]) -> dict[str, float]:
         return {str(rows): round(value, 4) for rows, value in values.items()}
 
@@ -111,7 +126,7 @@ def _json(figures: KernelFigures, config: EngineConfig) -> dict[str, object]:
         "model": config.model,
         "quantization": config.quantization,
         "dtype": config.dtype,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "rows": by_rows(figures.milliseconds),
         "fastest": by_rows(figures.fastest),
         "shares": shares,

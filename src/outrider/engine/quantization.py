@@ -8,6 +8,8 @@ for everything else.
 
 from __future__ import annotations
 
+import torch
+
 from outrider.config import EngineArgs, QuantizationName
 from outrider.errors import ConfigError
 from outrider.logger import get_logger
@@ -51,10 +53,14 @@ def required_kernels() -> Kernels:
 
 
 def quantised_target(model: Decoder, quantization: QuantizationName) -> Decoder | NativeDecoder:
-    """``model`` itself without a quantization."""
+    """``model`` itself without a quantization; with one, torch has a single thread from here on in this process."""
     if quantization == "none":
         return model
-    return NativeDecoder(required_kernels(), model, quantization=quantization)
+    kernels = required_kernels()
+    # The kernels have threads of their own. Those of torch's OpenMP spin for milliseconds after each parallel
+    # operation, on the cores that the next pass needs, and a reduction over logits waits for them in turn.
+    torch.set_num_threads(1)
+    return NativeDecoder(kernels, model, quantization=quantization)
 
 
 def quantised_drafter(model: DSparkDrafter, quantization: QuantizationName) -> DSparkDrafter | NativeDrafter:
