@@ -60,7 +60,7 @@ def test_logprobs_are_those_of_the_quantised_model(zoo: Zoo) -> None:
 
 @needs_kernels
 def test_the_kernels_threads_are_the_only_ones(zoo: Zoo) -> None:
-    """Two pools on the same cores took a pass's time twice over."""
+    """Threads of torch that spin on the same cores cost milliseconds a step."""
     before = torch.get_num_threads()
     kernels = load_kernels()
     assert kernels is not None
