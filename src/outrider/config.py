@@ -200,11 +200,15 @@ class EngineArgs:
             raise ConfigError(f"draft_confidence_threshold={self.draft_confidence_threshold} must lie in 0..1")
         self._check_nodes()
 
+    @property
+    def world_size(self) -> int:
+        """Ranks, each a process where there are several."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
     def _check_nodes(self) -> None:
-        world_size = self.data_parallel_size * self.tensor_parallel_size
-        if world_size % self.nnodes:
+        if self.world_size % self.nnodes:
             raise ConfigError(
-                f"nnodes={self.nnodes} does not divide the {world_size} ranks (data_parallel_size="
+                f"nnodes={self.nnodes} does not divide the {self.world_size} ranks (data_parallel_size="
                 f"{self.data_parallel_size} * tensor_parallel_size={self.tensor_parallel_size})"
             )
         if isinstance(self.node_rank, bool) or not 0 <= self.node_rank < self.nnodes:
@@ -213,7 +217,7 @@ class EngineArgs:
             raise ConfigError(f"master_port={self.master_port} must lie in 1..65535")
         if self.nnodes == 1 and self.master_addr != "127.0.0.1":
             raise ConfigError(f"master_addr={self.master_addr!r} is where several nodes meet; nnodes=1")
-        if world_size == 1 and self.master_port is not None:
+        if self.world_size == 1 and self.master_port is not None:
             raise ConfigError(f"master_port={self.master_port} is where ranks meet; there is one rank only")
 
 

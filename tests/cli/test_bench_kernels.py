@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from tests import fixtures
+from tests.kernels import needs_kernels
 from typer.testing import CliRunner
 
 from outrider.cli.main import build_app
 from outrider.errors import ConfigError
-from outrider.ops.native_kernels import STAGES, load_kernels
-
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
+from outrider.ops.native_kernels import STAGES
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.zoo import Zoo, generate, greedy, random_prompt, tokens
+from tests.kernels import needs_kernels
 
 from outrider.config import EngineArgs, QuantizationName
 from outrider.engine import quantization
@@ -18,7 +19,6 @@ from outrider.ops.native_kernels import load_kernels
 MODES: tuple[QuantizationName, ...] = ("int8", "int4")
 PROMPTS = [random_prompt(length, seed=length) for length in (3, 29, 17, 40, 2)]
 PARAMS = greedy(40, ignore_eos=True)
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
 
 
 def texts(zoo: Zoo, drafter: str, *, together: bool, **args: Any) -> list[list[int]]:

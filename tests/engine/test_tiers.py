@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 from tests import fixtures
 from tests.engine.zoo import Zoo, assert_same_but_for_ties, generate, greedy, random_prompt, tokens
+from tests.kernels import needs_kernels
 
 from outrider import SamplingParams
 from outrider.batch.step_plan import EAGER, PassKind, StepPlan
 from outrider.config import EngineArgs
 from outrider.engine.setup import build_engine, resolve
-from outrider.ops.native_kernels import load_kernels
 from outrider.parallel.simulated import run_simulated
 from outrider.parallel.state import ParallelState
 from outrider.parallel.topology import Topology
 
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
 LENGTHS = (1, 15, 16, 17, 33, 40, 5, 23)
 
 

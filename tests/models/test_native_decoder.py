@@ -20,21 +20,13 @@ from outrider.models.decoder import Decoder
 from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.native_stack import layer_format
-from outrider.ops.native_kernels import Kernels, load_kernels
+from outrider.ops.native_kernels import Kernels
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat, reference_linear
 
 AnyModel = TypeVar("AnyModel", Decoder, DSparkDrafter)
 MODES: tuple[QuantizationName, ...] = ("int8", "int4")
 DENSE = [name for name, (kind, _) in VARIANTS.items() if kind in ("llama", "qwen3")]
 WIDE: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 104, "head_dim": 20}  # ragged panels, groups, heads
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    found = load_kernels()
-    if found is None:
-        pytest.skip("no C++ compiler")
-    return found
 
 
 class QuantisedLinear(nn.Module):

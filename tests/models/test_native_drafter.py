@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests import fixtures
-from tests.models.test_native_decoder import close, kernels, quantised_reference
+from tests.models.test_native_decoder import close, quantised_reference
 from torch import Tensor
 
 from outrider.batch.expert_metadata import ExpertMetadata
@@ -19,8 +19,6 @@ from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_drafter import NativeDrafter
 from outrider.models.source import LoadedModel, load_model
 from outrider.ops.native_kernels import Kernels
-
-__all__ = ["kernels"]  # a fixture
 
 PAGE = 16
 CONTEXTS = (5, 0, 45)

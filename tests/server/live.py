@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
 from openai import DefaultHttpxClient, OpenAI
+from tests.engine.groups import within
 
 from outrider.server.config import ServerConfig
 from outrider.server.engine_client import AsyncEngineClient
@@ -69,9 +69,4 @@ def serve(engine: AsyncEngineClient, *, config: ServerConfig | None = None) -> I
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether ``condition`` comes true in time: for what another thread brings about."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
+    return within(TIMEOUT_S, condition)

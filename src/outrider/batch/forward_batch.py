@@ -59,8 +59,8 @@ PassInputs = TargetInputs | DrafterInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillBatch:
-    """Prompt chunks through the target; the rows' draft context is written in the same step."""
+class _TargetBatch:
+    """What prefill and verify batches have alike: ragged rows of the target."""
 
     plan: PassPlan
     rank: int
@@ -71,12 +71,6 @@ class PrefillBatch:
     positions_N: Tensor  # int64 [N]
     metadata: CausalMetadata
     experts: ExpertMetadata
-    logit_rows_K: Tensor  # int64 [K], the last row of every chunk that is sampled
-
-    def __post_init__(self) -> None:
-        _check(self.plan, PassKind.PREFILL, self.rank, self.requests, self.tokens)
-        _check_non_padded(self.num_tokens_non_padded, self.tokens)
-        assert self.logit_rows_K.numel() == self.plan.logit_rows[self.rank], "logit rows differ from the plan"
 
     @property
     def inputs(self) -> TargetInputs:
@@ -86,6 +80,18 @@ class PrefillBatch:
             metadata=self.metadata,
             experts=self.experts,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillBatch(_TargetBatch):
+    """Prompt chunks through the target; the rows' draft context is written in the same step."""
+
+    logit_rows_K: Tensor  # int64 [K], the last row of every chunk that is sampled
+
+    def __post_init__(self) -> None:
+        _check(self.plan, PassKind.PREFILL, self.rank, self.requests, self.tokens)
+        _check_non_padded(self.num_tokens_non_padded, self.tokens)
+        assert self.logit_rows_K.numel() == self.plan.logit_rows[self.rank], "logit rows differ from the plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,32 +124,13 @@ class DraftBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyBatch:
+class VerifyBatch(_TargetBatch):
     """Anchors and kept drafts through the target, ragged; every row needs logits."""
-
-    plan: PassPlan
-    rank: int
-    requests: RequestCount
-    tokens: TokenCount
-    num_tokens_non_padded: Tensor  # int32 [1]
-    token_ids_N: Tensor  # int64 [N]
-    positions_N: Tensor  # int64 [N]
-    metadata: CausalMetadata
-    experts: ExpertMetadata
 
     def __post_init__(self) -> None:
         _check(self.plan, PassKind.VERIFY, self.rank, self.requests, self.tokens)
         _check_non_padded(self.num_tokens_non_padded, self.tokens)
         assert self.metadata.max_query_len <= self.plan.width, "a verify window is wider than the pass"
-
-    @property
-    def inputs(self) -> TargetInputs:
-        return TargetInputs(
-            token_ids_N=self.token_ids_N,
-            positions_N=self.positions_N,
-            metadata=self.metadata,
-            experts=self.experts,
-        )
 
 
 ForwardBatch = PrefillBatch | DraftBatch | VerifyBatch

@@ -38,7 +38,7 @@ from outrider.engine.setup import ResolvedEngine, build_engine, resolve, topolog
 from outrider.engine.worker import RankOrder, run_rank
 from outrider.errors import CheckpointError, ConfigError, EngineDeadError
 from outrider.logger import get_logger
-from outrider.parallel.state import SINGLE_RANK
+from outrider.parallel.state import ParallelState
 
 logger = get_logger(__name__)
 
@@ -69,8 +69,8 @@ def make_engine(args: EngineArgs, *, build: BuildEngine = build_engine) -> Engin
 
     ``build`` makes a rank's engine core. In processes without the front this does not return: see ``join_group``.
     """
-    if _world_size(args) == 1:
-        return build(args, parallel=dataclasses.replace(SINGLE_RANK, topology=topology_of(args)))
+    if args.world_size == 1:
+        return build(args, parallel=ParallelState.single(topology_of(args)))
     join_group(args)
     return _launch(args, _meeting(args), build)
 
@@ -80,7 +80,7 @@ def join_group(args: EngineArgs) -> None:
 
     For commands, before they do what only the front may do, such as listening on a port.
     """
-    if _world_size(args) == 1:
+    if args.world_size == 1:
         return
     meeting = _meeting(args)
     if meeting.is_front:
@@ -97,16 +97,11 @@ def join_group(args: EngineArgs) -> None:
     sys.exit(_run_node(orders))
 
 
-def _world_size(args: EngineArgs) -> int:
-    return args.data_parallel_size * args.tensor_parallel_size
-
-
 def _meeting(args: EngineArgs) -> _Meeting:
-    world_size = _world_size(args)
     launcher = launcher_from_environment()
     if launcher is not None:
-        return _meeting_of_launcher(args, launcher, world_size)
-    share = world_size // args.nnodes
+        return _meeting_of_launcher(args, launcher)
+    share = args.world_size // args.nnodes
     several = args.nnodes > 1
     return _Meeting(
         store_host=args.master_addr if several else LOCALHOST,
@@ -119,8 +114,8 @@ def _meeting(args: EngineArgs) -> _Meeting:
     )
 
 
-def _meeting_of_launcher(args: EngineArgs, launcher: Launcher, world_size: int) -> _Meeting:
-    if launcher.world_size != world_size:
+def _meeting_of_launcher(args: EngineArgs, launcher: Launcher) -> _Meeting:
+    if launcher.world_size != args.world_size:
         raise ConfigError(
             f"WORLD_SIZE={launcher.world_size} of the launcher is not data_parallel_size={args.data_parallel_size} * "
             f"tensor_parallel_size={args.tensor_parallel_size}"
@@ -145,10 +140,10 @@ def _meeting_of_launcher(args: EngineArgs, launcher: Launcher, world_size: int) 
 def _launch(args: EngineArgs, meeting: _Meeting, build: BuildEngine) -> EngineGroup:
     resolved = resolve(args)
     store = _connect_store(meeting)
-    links = RankLinks(_world_size(args), store=store)
+    links = RankLinks(args.world_size, store=store)
     try:
         host = LOCALHOST if meeting.everyone_is_local else ""
-        with socket.create_server((host, 0), backlog=_world_size(args)) as server:
+        with socket.create_server((host, 0), backlog=args.world_size) as server:
             port, key = server.getsockname()[1], secrets.token_hex(32)
             if not meeting.everyone_is_local:
                 store.set(_FRONT_KEY, json.dumps({"port": port, "key": key}))
@@ -171,7 +166,7 @@ def _launch(args: EngineArgs, meeting: _Meeting, build: BuildEngine) -> EngineGr
         links.end(orderly=False)
         raise
     links.send_all(Wake())
-    logger.info("%d ranks are ready: %s", _world_size(args), resolved.topology)
+    logger.info("%d ranks are ready: %s", args.world_size, resolved.topology)
     return EngineGroup(
         links,
         topology=resolved.topology,

@@ -38,7 +38,7 @@ from outrider.models.drafter_checkpoint import (
 )
 from outrider.models.drafter_checkpoint_config import read_drafter_config
 from outrider.models.source import LoadedModel, load_model
-from outrider.parallel.state import SINGLE_RANK, ParallelState
+from outrider.parallel.state import ParallelState
 from outrider.parallel.topology import Topology
 from outrider.runner.batch_builder import BatchBuilder
 from outrider.runner.graph_runner import EagerRunner, GraphRunner, StaticRunner
@@ -133,7 +133,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
 
 def _require_a_use(args: EngineArgs, *, has_experts: bool) -> None:
     """Refuse what would be accepted and then have no effect: the user means another model, or more ranks."""
-    if args.all2all_backend == "alltoall" and args.data_parallel_size * args.tensor_parallel_size == 1:
+    if args.all2all_backend == "alltoall" and args.world_size == 1:
         raise ConfigError(
             "all2all_backend='alltoall' sends rows between ranks; there is one rank only (data_parallel_size=1 * "
             "tensor_parallel_size=1)"
@@ -170,8 +170,7 @@ def build_engine(
     """
     resolved = resolve(args)
     if parallel is None:
-        assert resolved.topology.world_size == 1, resolved.topology
-        parallel = dataclasses.replace(SINGLE_RANK, topology=resolved.topology)
+        parallel = ParallelState.single(resolved.topology)
     assert resolved.topology == parallel.topology, (resolved.topology, parallel.topology)
     config, device = resolved.config, DEVICE
     loaded = target or load_model(
@@ -343,7 +342,7 @@ def _kv_budget(args: EngineArgs, largest_need: int) -> int:
     """Bytes for one rank: asked for, or 2 GiB, but at most twice its need and its share of half of what is free."""
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
-    local_ranks = args.data_parallel_size * args.tensor_parallel_size // args.nnodes
+    local_ranks = args.world_size // args.nnodes
     return max(min(DEFAULT_KV_CACHE_BYTES, _available_bytes() // (2 * local_ranks), 2 * largest_need), 1)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import MoEConfig
+from outrider.layers.checkpoint import slice_for_rank
 from outrider.parallel.state import ParallelState
 
 
@@ -66,21 +67,17 @@ class ExpertPlacement:
 
     @classmethod
     def of(cls, moe: MoEConfig, parallel: ParallelState) -> ExpertPlacement:
-        world, rank = parallel.topology.world_size, parallel.rank
+        held, columns = slice(0, moe.num_experts), slice(0, moe.moe_intermediate_size)
         if parallel.topology.enable_expert_parallel:
-            assert moe.num_experts % world == 0, f"{moe.num_experts} experts over {world} ranks"
-            local = moe.num_experts // world
-            first, start, stop = rank * local, 0, moe.moe_intermediate_size
+            held = slice_for_rank("num_experts", moe.num_experts, parallel.world)
         else:
-            assert moe.moe_intermediate_size % world == 0, f"{moe.moe_intermediate_size} columns over {world} ranks"
-            share = moe.moe_intermediate_size // world
-            first, local, start, stop = 0, moe.num_experts, rank * share, (rank + 1) * share
+            columns = slice_for_rank("moe_intermediate_size", moe.moe_intermediate_size, parallel.world)
         return cls(
             num_experts=moe.num_experts,
-            first_expert=first,
-            num_local_experts=local,
-            intermediate_start=start,
-            intermediate_stop=stop,
+            first_expert=held.start,
+            num_local_experts=held.stop - held.start,
+            intermediate_start=columns.start,
+            intermediate_stop=columns.stop,
         )
 
     @property

@@ -20,7 +20,7 @@ from outrider.layers.attention.interface import CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder, DecoderLayer
 from outrider.models.interface import DecoderOutput
 from outrider.models.native_stack import NativeStack, layer_format
-from outrider.ops.native_kernels import Kernels, PassStruct, address
+from outrider.ops.native_kernels import Kernels
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
 
 
@@ -63,37 +63,21 @@ class NativeDecoder(nn.Module):
         output = DecoderOutput(
             hidden_ND=torch.zeros(rows, hidden), taps_NF=torch.zeros(rows, len(tap_layer_ids) * hidden)
         )
-        tap_layers = torch.tensor(tap_layer_ids, dtype=torch.int32)
-        caches, kv_is_bf16 = self._stack.caches(kv_caches)
-        tables = self._stack.rotary
-        tables.cover(metadata.max_seq_len)
-        embedding = self.embed_tokens.weight
-        in_bf16 = embedding.dtype == torch.bfloat16
-        arguments = PassStruct(
-            embedding=None if in_bf16 else address(embedding, torch.float32),
-            embedding_bf16=address(embedding, torch.bfloat16) if in_bf16 else None,
-            token_ids=address(token_ids_N, torch.int64),
-            positions=address(positions_N, torch.int64),
-            cos=address(tables.cos_PE, torch.float32),
-            sin=address(tables.sin_PE, torch.float32),
-            caches=caches,
-            slots=address(metadata.slot_mapping_N, torch.int64),
-            starts=address(metadata.query_start_loc_R1, torch.int32),
-            lengths=address(metadata.seq_lens_R, torch.int32),
-            tables=address(metadata.block_tables_RB, torch.int32),
-            tap_layers=address(tap_layers, torch.int32),
-            taps=address(output.taps_NF, torch.float32),
-            hidden=address(output.hidden_ND, torch.float32),
-            rows=rows,
-            requests=metadata.seq_lens_R.shape[0],
-            table_width=metadata.block_tables_RB.shape[1],
-            block_size=metadata.kv_block_size,
-            num_taps=len(tap_layer_ids),
-            kv_is_bf16=kv_is_bf16,
-            vocab_size=embedding.shape[0],
-            num_positions=tables.cos_PE.shape[0],
+        self._stack.run_pass(
+            self.embed_tokens.weight,
+            token_ids_N,
+            positions_N,
+            kv_caches,
+            starts_R1=metadata.query_start_loc_R1,
+            lengths_R=metadata.seq_lens_R,
+            block_tables_RB=metadata.block_tables_RB,
+            kv_block_size=metadata.kv_block_size,
+            slots_N=metadata.slot_mapping_N,
+            max_position=metadata.max_seq_len,
+            hidden=output.hidden_ND,
+            tap_layer_ids=tap_layer_ids,
+            taps_NF=output.taps_NF,
         )
-        self._kernels.run_pass(self._stack.struct, arguments)
         return output
 
     @property

@@ -20,7 +20,7 @@ from outrider.layers.attention.interface import BlockMetadata, LayerKV
 from outrider.models.decoder import DecoderLayer
 from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_stack import NativeStack
-from outrider.ops.native_kernels import ContextStruct, Kernels, PassStruct, address
+from outrider.ops.native_kernels import ContextStruct, Kernels, address
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
 
 
@@ -105,33 +105,19 @@ class NativeDrafter(nn.Module):
         positions_RW = anchor_positions_R[:, None] + torch.arange(width)
         starts_R1 = torch.arange(0, (requests + 1) * width, width, dtype=torch.int32)
         hidden_RWD = torch.empty(requests, width, hidden)
-        tables = self._stack.rotary
-        tables.cover(metadata.max_context_len + width)
-        caches, kv_is_bf16 = self._stack.caches(kv_caches)
-        embedding = self.embed_tokens.weight
-        in_bf16 = embedding.dtype == torch.bfloat16
-        arguments = PassStruct(
-            embedding=None if in_bf16 else address(embedding, torch.float32),
-            embedding_bf16=address(embedding, torch.bfloat16) if in_bf16 else None,
-            token_ids=address(block_ids_RW, torch.int64),
-            positions=address(positions_RW, torch.int64),
-            cos=address(tables.cos_PE, torch.float32),
-            sin=address(tables.sin_PE, torch.float32),
-            caches=caches,
-            slots=None,
-            starts=address(starts_R1, torch.int32),
-            lengths=address(metadata.context_lens_R, torch.int32),
-            tables=address(metadata.block_tables_RB, torch.int32),
-            hidden=address(hidden_RWD, torch.float32),
-            rows=requests * width,
-            requests=requests,
-            table_width=metadata.block_tables_RB.shape[1],
-            block_size=metadata.kv_block_size,
-            kv_is_bf16=kv_is_bf16,
-            vocab_size=embedding.shape[0],
-            num_positions=tables.cos_PE.shape[0],
+        self._stack.run_pass(
+            self.embed_tokens.weight,
+            block_ids_RW,
+            positions_RW,
+            kv_caches,
+            starts_R1=starts_R1,
+            lengths_R=metadata.context_lens_R,
+            block_tables_RB=metadata.block_tables_RB,
+            kv_block_size=metadata.kv_block_size,
+            slots_N=None,
+            max_position=metadata.max_context_len + width,
+            hidden=hidden_RWD,
         )
-        self._kernels.run_pass(self._stack.struct, arguments)
         return hidden_RWD
 
     def compute_base_logits(self, hidden_KD: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from outrider.ops.native_kernels import (
     DecoderStruct,
     Kernels,
     LayerStruct,
+    PassStruct,
     address,
 )
 from outrider.ops.packed_matrix import GROUP, PackedMatrix, WeightFormat
@@ -161,6 +162,58 @@ class NativeStack:
                 struct.value = address(kv.value_SHD, kv.key_SHD.dtype)
             self._caches = kv_caches
         return self._cache_structs, kv_caches[0].key_SHD.dtype == torch.bfloat16
+
+    def run_pass(
+        self,
+        embedding_VD: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[LayerKV],
+        *,
+        starts_R1: Tensor,
+        lengths_R: Tensor,
+        block_tables_RB: Tensor,
+        kv_block_size: int,
+        slots_N: Tensor | None,
+        max_position: int,
+        hidden: Tensor,
+        tap_layer_ids: tuple[int, ...] = (),
+        taps_NF: Tensor | None = None,
+    ) -> None:
+        """All layers and the final norm over the rows of ``token_ids``, into ``hidden`` and ``taps_NF``, fp32.
+
+        ``slots_N``: where causal rows' keys and values go; None: blocks, whose rows see one another and enter no pool.
+        ``max_position``: no row stands there or beyond.
+        """
+        self.rotary.cover(max_position)
+        caches, kv_is_bf16 = self.caches(kv_caches)
+        in_bf16 = embedding_VD.dtype == torch.bfloat16
+        tap_layers = torch.tensor(tap_layer_ids, dtype=torch.int32)
+        arguments = PassStruct(
+            embedding=None if in_bf16 else address(embedding_VD, torch.float32),
+            embedding_bf16=address(embedding_VD, torch.bfloat16) if in_bf16 else None,
+            token_ids=address(token_ids, torch.int64),
+            positions=address(positions, torch.int64),
+            cos=address(self.rotary.cos_PE, torch.float32),
+            sin=address(self.rotary.sin_PE, torch.float32),
+            caches=caches,
+            slots=None if slots_N is None else address(slots_N, torch.int64),
+            starts=address(starts_R1, torch.int32),
+            lengths=address(lengths_R, torch.int32),
+            tables=address(block_tables_RB, torch.int32),
+            tap_layers=address(tap_layers, torch.int32),
+            taps=None if taps_NF is None else address(taps_NF, torch.float32),
+            hidden=address(hidden, torch.float32),
+            rows=token_ids.numel(),
+            requests=lengths_R.shape[0],
+            table_width=block_tables_RB.shape[1],
+            block_size=kv_block_size,
+            num_taps=len(tap_layer_ids),
+            kv_is_bf16=kv_is_bf16,
+            vocab_size=embedding_VD.shape[0],
+            num_positions=self.rotary.cos_PE.shape[0],
+        )
+        self.kernels.run_pass(self.struct, arguments)
 
 
 def gate_up_order(inner: int) -> list[int]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from outrider.parallel.communicator import Communicator, SingleRankCommunicator
 from outrider.parallel.topology import Topology
 
+ONE_RANK = Topology.single()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelState:
@@ -27,9 +29,10 @@ class ParallelState:
             assert (group.size, group.rank) == (len(ranks), ranks.index(self.rank)), f"{name} is not {ranks}"
 
     @classmethod
-    def single(cls) -> ParallelState:
+    def single(cls, topology: Topology = ONE_RANK) -> ParallelState:
+        """A rank alone; ``topology`` must be of one."""
         alone = SingleRankCommunicator()
-        return cls(topology=Topology.single(), rank=0, world=alone, attn_tp=alone, attn_dp=alone)
+        return cls(topology=topology, rank=0, world=alone, attn_tp=alone, attn_dp=alone)
 
 
 SINGLE_RANK = ParallelState.single()  # for callers without ranks; it holds nothing that could change

@@ -69,16 +69,17 @@ class BatchBuilder:
         tokens = TokenCount(sum(lengths))
         ends = list(accumulate(lengths))
         token_ids, positions, metadata = self._causal(plan, rows, tokens)
+        experts = self._experts(plan, tokens)
         return PrefillBatch(
             plan=plan,
             rank=self._rank,
             requests=RequestCount(len(rows)),
             tokens=tokens,
-            num_tokens_non_padded=self._int32([tokens.value]),
+            num_tokens_non_padded=experts.num_tokens_non_padded,
             token_ids_N=token_ids,
             positions_N=positions,
             metadata=metadata,
-            experts=self._experts(plan, tokens),
+            experts=experts,
             logit_rows_K=self._int64([end - 1 for end, row in zip(ends, rows, strict=True) if row.samples]),
         )
 
@@ -89,12 +90,13 @@ class BatchBuilder:
         fill = [0] * (padded - len(rows))
         context_lens = [row.anchor_position for row in rows] + fill
         tokens = requests.tokens(width=plan.width)
+        experts = self._experts(plan, tokens)
         return DraftBatch(
             plan=plan,
             rank=self._rank,
             requests=requests,
             tokens=tokens,
-            num_tokens_non_padded=self._int32([tokens.value]),
+            num_tokens_non_padded=experts.num_tokens_non_padded,
             anchor_ids_R=self._int64([row.anchor_id for row in rows] + fill),
             anchor_positions_R=self._int64(context_lens),
             metadata=BlockMetadata(
@@ -106,22 +108,23 @@ class BatchBuilder:
                 block_width=plan.width,
                 max_context_len=self._max_model_len if in_tier else max(context_lens, default=0),
             ),
-            experts=self._experts(plan, tokens),
+            experts=experts,
         )
 
     def verify(self, plan: PassPlan, rows: Sequence[VerifyRow]) -> VerifyBatch:
         tokens = TokenCount(sum(len(row.token_ids) for row in rows))
         token_ids, positions, metadata = self._causal(plan, rows, tokens)
+        experts = self._experts(plan, tokens)
         batch = VerifyBatch(
             plan=plan,
             rank=self._rank,
             requests=RequestCount(len(rows)),
             tokens=tokens,
-            num_tokens_non_padded=self._int32([tokens.value]),
+            num_tokens_non_padded=experts.num_tokens_non_padded,
             token_ids_N=token_ids,
             positions_N=positions,
             metadata=metadata,
-            experts=self._experts(plan, tokens),
+            experts=experts,
         )
         widest = max((len(row.token_ids) for row in rows), default=0)  # in a tier the metadata does not say
         assert widest <= plan.width, f"a verify window of {widest} rows is wider than the pass, {plan.width}"
