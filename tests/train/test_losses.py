@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.train.losses import LossWeights, SlotFigures, Teacher, confidence_loss, distribution_loss, slot_weights
+from outrider.train.losses import (
+    Columns,
+    LossWeights,
+    SlotFigures,
+    Teacher,
+    choose_columns,
+    confidence_loss,
+    distribution_loss,
+    slot_weights,
+)
 
 _FULL, _DRAFT, _HIDDEN, _RANK, _SLOTS, _ROWS = 90, 70, 12, 5, 40, 17
 
@@ -117,3 +126,65 @@ def test_confidence_loss_is_least_at_the_acceptance_itself() -> None:
 
 def test_slot_weights_decay() -> None:
     torch.testing.assert_close(slot_weights(3, 2.0), torch.tensor([1.0, 0.60653066, 0.36787944]))
+
+
+def _teacher(x: dict[str, Tensor]) -> Teacher:
+    return Teacher(logits_UV=x["teacher"], lse_U=x["lse"], row_N=x["row"], label_N=x["label"])
+
+
+def _sampled_sum(values_V: Tensor, columns: Columns) -> float:
+    return float((values_V[columns.index_C] + columns.shift_C).exp().sum())
+
+
+def test_columns_hold_every_label_and_stand_for_the_whole_vocabulary() -> None:
+    x = _problem()
+    values_V = torch.randn(_DRAFT, generator=torch.Generator().manual_seed(5))
+    sums = []
+    for seed in range(600):
+        columns = choose_columns(_teacher(x), 56, torch.Generator().manual_seed(seed))
+        assert columns is not None
+        assert len(set(columns.index_C.tolist())) == 56
+        assert set(x["label"].tolist()) - {-1} <= set(columns.index_C[:42].tolist())
+        assert torch.equal(columns.shift_C[:42], torch.zeros(42))
+        assert abs(float(columns.shift_C[-1].exp()) - (_DRAFT - 42) / 14) < 1e-5
+        sums.append(_sampled_sum(values_V, columns))
+    assert abs(sum(sums) / len(sums) / float(values_V.exp().sum()) - 1) < 0.01
+
+
+def test_columns_are_refused_where_they_would_not_hold_the_labels_or_save_nothing() -> None:
+    x = _problem()
+    generator = torch.Generator().manual_seed(0)
+    assert choose_columns(_teacher(x), _DRAFT, generator) is None
+    assert choose_columns(_teacher(x), 8, generator) is None  # 40 slots have more labels than six
+
+
+def test_the_loss_over_columns_and_its_gradients_are_near_the_whole() -> None:
+    """Teacher and draft are sharp, so that the columns left out weigh little; their gradients are then exact zeros."""
+    weights = LossWeights(l1=0.5, kl=0.5, ce=0.1)
+    x, y = _problem(), _problem()
+    for z in (x, y):
+        z["head"][45:] *= 0.05
+        z["teacher"][:, 45:] -= 9
+        z["label"] = torch.where(z["label"] < 45, z["label"], -1)
+    whole, figures = _run(x | {"hidden": x["hidden"].requires_grad_(), "w2": x["w2"].requires_grad_()}, weights)
+    whole.backward()
+    y["hidden"].requires_grad_()
+    y["w2"].requires_grad_()
+    columns = choose_columns(_teacher(y), 64, torch.Generator().manual_seed(1))
+    part, part_figures = distribution_loss(
+        y["hidden"],
+        y["features"],
+        y["w2"],
+        head_VD=y["head"],
+        teacher=_teacher(y),
+        weight_N=y["weight"],
+        weights=weights,
+        columns=columns,
+    )
+    part.backward()
+    assert columns is not None
+    assert abs(float(part.detach()) / float(whole.detach()) - 1) < 0.02
+    assert (part_figures.accept_N - figures.accept_N).abs().max() < 0.05
+    assert F.cosine_similarity(y["hidden"].grad.flatten(), x["hidden"].grad.flatten(), dim=0) > 0.98
+    left_out = [column for column in range(_DRAFT) if column not in columns.index_C.tolist()]
+    assert y["w2"].grad[left_out].abs().sum() == 0

@@ -22,6 +22,7 @@ from outrider.train.export import converted, export
 from outrider.train.fast_ops import decode_attention, sample_rows
 from outrider.train.generate import ChatFrame, GenerationSettings, generate
 from outrider.train.initialize import bigram_factors, choose_draft_vocab, initialize
+from outrider.train.losses import LossWeights
 from outrider.train.prompts import QuestionFilter
 from outrider.train.trainer import Trainer, TrainSettings, kl_share, schedule
 
@@ -256,3 +257,31 @@ def test_sampled_rows_follow_the_distribution(dtype: torch.dtype, top_p: float) 
     if top_p < 1:
         expected = torch.tensor([0.0, 1.0, 0.0, 0.0])  # the second alone holds more than 0.6
     torch.testing.assert_close(torch.bincount(tokens, minlength=4) / count, expected, rtol=0, atol=0.025)
+
+
+def test_the_distance_to_the_targets_hidden_states_enters_the_loss_as_it_says(
+    target: LoadedModel, store: TokenStore
+) -> None:
+    plain, pulled = _trainer(target, store), _trainer(target, store, replace(_TRAIN, feature=0.7))
+    batch = plain.plan.at(0, num_slots=3)
+    weights = LossWeights(l1=1.0, kl=0.0, ce=0.0)
+    with torch.no_grad():
+        difference = float(pulled.losses(batch, weights)[0] - plain.losses(batch, weights)[0])
+        hidden = plain.drafter.forward_packed(
+            batch.taps_BCF, batch.positions_BC, batch.anchor_ids_BA, batch.anchor_positions_BA, batch.visible_BAC
+        )
+    total = weight_sum = 0.0
+    wanted_ND = batch.hidden_UD.float()[batch.teacher_row_N]
+    for place, wanted_D in zip(batch.slot_N.tolist(), wanted_ND, strict=True):
+        weight = float(plain.slot_weight_G[place % 3])
+        total += weight * float((hidden.flatten(0, 2)[place] - wanted_D).pow(2).mean())
+        weight_sum += weight
+    expected = 0.7 * total / weight_sum / float(wanted_ND.pow(2).mean())
+    assert abs(difference - expected) < 1e-4 * abs(expected)
+
+
+def test_training_on_columns_is_a_function_of_seed_and_step(target: LoadedModel, store: TokenStore) -> None:
+    settings = replace(_TRAIN, loss_columns=48, sequences=1, anchors=3)
+    runs = [_train(_trainer(target, store, settings), 4) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0] != _train(_trainer(target, store, replace(settings, loss_columns=0)), 4)

@@ -75,6 +75,15 @@ def train_command(
     anchors: Annotated[int, typer.Option(min=1, help="Anchors per sequence and step.")] = 48,
     optimizer: Annotated[Optimizer, typer.Option(help="Optimiser of the backbone's matrices.")] = Optimizer.ADAMW,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-3,
+    slot_decay: Annotated[
+        float, typer.Option(min=0.01, help="Slot k of a block weighs exp(-k / this) in the loss.")
+    ] = 2.5,
+    loss_columns: Annotated[
+        int, typer.Option(min=0, help="Vocabulary entries a step's loss looks at, a quarter of them drawn; 0: all.")
+    ] = 0,
+    feature_weight: Annotated[
+        float, typer.Option(min=0.0, help="Weight of the distance to the target's own hidden states.")
+    ] = 0.0,
     held_out: Annotated[int, typer.Option(min=1, help="Sequences kept from training for evaluation.")] = 96,
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: only at the end.")] = 250,
     evaluate_prompts: Annotated[
@@ -127,6 +136,9 @@ def train_command(
                 optimizer=optimizer.value,
                 learning_rate=learning_rate,
                 seed=seed,
+                slot_decay=slot_decay,
+                loss_columns=loss_columns,
+                feature=feature_weight,
             ),
             dtype=dtype.value,
             held_out=held_out,

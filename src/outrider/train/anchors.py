@@ -98,12 +98,12 @@ class BatchPlan:
     def at(self, step: int, *, num_slots: int) -> AnchorBatch:
         epoch, index = divmod(step, self.batches_per_epoch)
         spans = [self.spans[i] for i in self._epoch(epoch)[index]]
-        generator = _generator(self.seed, 0, step)
+        generator = random_stream(self.seed, 0, step)
         chosen = [choose_anchors(valid_anchors(self.store, span), self.anchors, generator) for span in spans]
         return build_batch(self.store, spans, chosen, num_slots=num_slots)
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        generator = _generator(self.seed, 1, epoch)
+        generator = random_stream(self.seed, 1, epoch)
         order = torch.randperm(len(self.spans), generator=generator).tolist()
         pool = 16 * self.batch
         batches: list[list[int]] = []
@@ -114,7 +114,7 @@ class BatchPlan:
         return [batches[i] for i in shuffled]
 
 
-def _generator(*key: int) -> torch.Generator:
+def random_stream(*key: int) -> torch.Generator:
     """One stream per key. The generator keeps 32 bits of its seed, so the key is mixed down to them first."""
     mixed = 0
     for part in key:

@@ -10,10 +10,14 @@ The first term is twice the probability that a draft is rejected at temperature 
 the weighted mean. Along with it come the figures evaluation needs: the acceptance probability sum min(p, q), and for
 the label min(1, q / p), the probability that it would have been accepted had it been drafted.
 
+With ``Columns`` the sums run over the columns that matter to these rows and a random sample of the others, each sampled
+one standing for as many as it was drawn from (``shift`` is the logarithm of that number): the same in expectation but
+for the logarithm of q's normaliser, at a fraction of the cost.
+
 ``distribution_loss`` is the whole head: base logits and Markov bias are one matmul with the stacked [head | w2], done
 chunk by chunk; the gradients of hidden states, Markov features and w2 are made in the forward pass.
 
-Shape legend: N slots, U teacher rows, V draft vocabulary, D hidden size, r Markov rank.
+Shape legend: N slots, U teacher rows, V draft vocabulary (C of it with ``Columns``), D hidden size, r Markov rank.
 """
 
 from __future__ import annotations
@@ -54,6 +58,51 @@ class Teacher:
     lse_U: Tensor  # fp32, over the full vocabulary
     row_N: Tensor  # int64: each slot's row
     label_N: Tensor  # int64 draft id of the token that followed; -1: outside the draft vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The part of the draft vocabulary that one step's loss is made of."""
+
+    index_C: Tensor  # int64, distinct
+    shift_C: Tensor  # fp32: 0 for a chosen column, log(others / sampled others) for a sampled one
+
+
+def choose_columns(teacher: Teacher, count: int, generator: torch.Generator) -> Columns | None:
+    """``count`` columns: every label, those some teacher row makes most likely, and a quarter drawn from the others.
+
+    None if that is the whole vocabulary, or if the labels alone take the room.
+    """
+    vocab = teacher.logits_UV.shape[1]
+    sampled = count // 4
+    if count >= vocab:
+        return None
+    highest_V = (teacher.logits_UV - teacher.lse_U[:, None].to(teacher.logits_UV.dtype)).amax(0).float()
+    labels = teacher.label_N[teacher.label_N >= 0]
+    highest_V[labels] = torch.inf
+    if int(highest_V.isinf().sum()) > count - sampled:
+        return None
+    chosen = highest_V.topk(count - sampled).indices
+    rest_V = torch.ones(vocab, dtype=torch.bool)
+    rest_V[chosen] = False
+    rest = rest_V.nonzero()[:, 0]
+    drawn = rest[torch.randperm(len(rest), generator=generator)[:sampled]]
+    shift_C = torch.zeros(count)
+    shift_C[count - sampled :] = torch.tensor(len(rest) / max(sampled, 1)).log()
+    return Columns(torch.cat((chosen, drawn)), shift_C)
+
+
+def narrowed(teacher: Teacher, columns: Columns) -> Teacher:
+    """The teacher over ``columns`` alone."""
+    place_V = torch.full((teacher.logits_UV.shape[1] + 1,), -1)  # the last for label -1
+    place_V[columns.index_C] = torch.arange(len(columns.index_C))
+    logits_UC = teacher.logits_UV.index_select(1, columns.index_C)
+    return Teacher(
+        logits_UV=logits_UC + columns.shift_C.to(logits_UC.dtype),
+        lse_U=teacher.lse_U,
+        row_N=teacher.row_N,
+        label_N=place_V[teacher.label_N],
+    )
 
 
 _SOURCE = r"""
@@ -161,6 +210,7 @@ class _HeadLoss(torch.autograd.Function):
         features_Nr: Tensor,
         w2_Vr: Tensor,
         head_VD: Tensor,
+        shift_V: Tensor | None,
         teacher: Teacher,
         weight_N: Tensor,
         weights: LossWeights,
@@ -175,6 +225,8 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, inputs_NX.shape[0], _CHUNK):
             part = slice(start, start + _CHUNK)
             logits_NV = inputs_NX[part] @ stacked_VX.T
+            if shift_V is not None:
+                logits_NV += shift_V.to(dtype)
             chunk = Teacher(
                 logits_UV=teacher.logits_UV,
                 lse_U=teacher.lse_U,
@@ -202,7 +254,7 @@ class _HeadLoss(torch.autograd.Function):
         factor = outer[0] * shrink
         hidden_ND = gradient_NX[:, :hidden].to(hidden_dtype) * factor.to(hidden_dtype)
         features_Nr = gradient_NX[:, hidden:].to(features_dtype) * factor.to(features_dtype)
-        return hidden_ND, features_Nr, (w2_gradient_Vr * factor).to(w2_dtype), None, None, None, None
+        return hidden_ND, features_Nr, (w2_gradient_Vr * factor).to(w2_dtype), None, None, None, None, None
 
 
 def distribution_loss(
@@ -214,13 +266,19 @@ def distribution_loss(
     teacher: Teacher,
     weight_N: Tensor,
     weights: LossWeights,
+    columns: Columns | None = None,
 ) -> tuple[Tensor, SlotFigures]:
     """Weighted mean loss (differentiable in the first three arguments) and every slot's figures.
 
-    ``head_VD`` is frozen and sets the dtype of the matmuls; r may be 0.
+    ``head_VD`` is frozen and sets the dtype of the matmuls; r may be 0. With ``columns`` the figures are estimates too,
+    and ``greedy_hit_N`` means nothing.
     """
+    shift_C = None
+    if columns is not None:
+        w2_Vr, head_VD = w2_Vr.index_select(0, columns.index_C), head_VD.index_select(0, columns.index_C)
+        shift_C, teacher = columns.shift_C, narrowed(teacher, columns)
     loss, figures_N4 = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, features_Nr, w2_Vr, head_VD, teacher, weight_N, weights
+        hidden_ND, features_Nr, w2_Vr, head_VD, shift_C, teacher, weight_N, weights
     )
     loss_N, accept_N, label_accept_N, hit_N = figures_N4.unbind(1)
     return loss, SlotFigures(loss_N, accept_N, label_accept_N, hit_N > 0)

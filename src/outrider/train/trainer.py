@@ -5,7 +5,8 @@ step / steps and elapsed / max_minutes. A state file holds parameters, optimiser
 from it gives bit for bit what an uninterrupted run would have given (as long as the clock does not drive the schedule).
 
 Loss: at first KL to the teacher, later the L1 distance that acceptance is made of, plus cross-entropy on the text's
-own tokens; the confidence head learns the acceptance probability from detached inputs.
+own tokens and the distance to the target's own hidden states, each with its weight; the confidence head learns the
+acceptance probability from detached inputs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 from outrider.errors import CheckpointError
 from outrider.logger import get_logger
 from outrider.models.dspark import DSparkDrafter
-from outrider.train.anchors import AnchorBatch, BatchPlan, build_batch, valid_anchors
+from outrider.train.anchors import AnchorBatch, BatchPlan, build_batch, random_stream, valid_anchors
 from outrider.train.data import Span, TokenStore
 from outrider.train.losses import (
     LossWeights,
     SlotFigures,
     Teacher,
+    choose_columns,
     confidence_loss,
     distribution_loss,
     slot_weights,
@@ -53,6 +55,8 @@ class TrainSettings:
     kl_from: float = 0.2  # progress until which the loss is KL alone; it fades
     kl_until: float = 0.6  # from there to here
     ce: float = 0.0
+    loss_columns: int = 0  # of the draft vocabulary that a step's loss looks at; 0: all
+    feature: float = 0.0  # weight of the distance to the target's own final hidden state
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["rate"]
         share = kl_share(self.progress, start=self.settings.kl_from, stop=self.settings.kl_until)
-        loss, figures = self.losses(batch, LossWeights(l1=1 - share, kl=share, ce=self.settings.ce))
+        weights = LossWeights(l1=1 - share, kl=share, ce=self.settings.ce)
+        loss, figures = self.losses(batch, weights, columns=self.settings.loss_columns)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip)
         for optimizer in self.optimizers:
@@ -140,7 +145,7 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return float(loss.detach()), float(figures.accept_N.mean())
 
-    def losses(self, batch: AnchorBatch, weights: LossWeights) -> tuple[Tensor, SlotFigures]:
+    def losses(self, batch: AnchorBatch, weights: LossWeights, *, columns: int = 0) -> tuple[Tensor, SlotFigures]:
         drafter = self.drafter
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             hidden_BAGD = drafter.forward_packed(
@@ -170,7 +175,14 @@ class Trainer:
             teacher=teacher,
             weight_N=weight_N,
             weights=weights,
+            columns=choose_columns(teacher, columns, random_stream(self.settings.seed, 2, self.step))
+            if columns
+            else None,
         )
+        if self.settings.feature:
+            wanted_ND = batch.hidden_UD.float()[batch.teacher_row_N]
+            distance_N = (hidden_ND.float() - wanted_ND).pow(2).mean(-1) / wanted_ND.pow(2).mean()
+            loss = loss + self.settings.feature * (distance_N * weight_N).sum() / weight_N.sum()
         if drafter.confidence_head is not None:
             previous_N = batch.previous_BAG.flatten()[batch.slot_N]
             inputs_NX = hidden_ND.detach().float()
