@@ -129,6 +129,42 @@ def test_many_requests_beside_a_long_prefill(kernels: Kernels, tmp_path: Path) -
         assert torch.equal(result.logits[1 + r], alone[r][50 - r : 51]), r
 
 
+@pytest.mark.parametrize("length", [64, 65, 129, 300])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_contexts_are_cut_and_merged_to_the_same_bits(
+    length: int, kv_dtype: torch.dtype, kernels: Kernels, tmp_path: Path
+) -> None:
+    """One row over a long context is shared between threads, many rows are not; chunks of positions begin and end."""
+    native = NativeDecoder(
+        kernels, ours(oracle("llama", {"max_position_embeddings": 512}), tmp_path), quantization="int8"
+    )
+    tokens = prompt(length, seed=length)
+
+    def fresh(requests: int) -> PagedSequences:
+        sequences = PagedSequences(native, requests=requests, max_len=320)
+        sequences.pool = [type(kv)(kv.key_SHD.to(kv_dtype), kv.value_SHD.to(kv_dtype)) for kv in sequences.pool]
+        return sequences
+
+    whole = fresh(1).run({0: tokens}).logits[0]
+    for tail in (1, 2, 7):
+        alone = fresh(1)
+        alone.run({0: tokens[:-tail]})
+        assert torch.equal(alone.run({0: tokens[-tail:]}).logits[0], whole[-tail:]), tail
+        many = fresh(6)
+        many.run(dict.fromkeys(range(6), tokens[:-tail]))
+        for logits in many.run(dict.fromkeys(range(6), tokens[-tail:])).logits:
+            assert torch.equal(logits, whole[-tail:]), tail
+
+
+def test_long_contexts_mean_what_they_do_in_torch(kernels: Kernels, tmp_path: Path) -> None:
+    decoder = ours(oracle("llama", {"max_position_embeddings": 512}), tmp_path)
+    native = NativeDecoder(kernels, decoder, quantization="int8")
+    tokens = prompt(200, seed=9)
+    found = PagedSequences(native, requests=1, max_len=208).run({0: tokens})
+    reference = quantised_reference(kernels, decoder, "int8")
+    close(found.logits[0], PagedSequences(reference, requests=1, max_len=208).run({0: tokens}).logits[0])
+
+
 def test_bf16_weights_and_an_idle_rank(kernels: Kernels, tmp_path: Path) -> None:
     decoder = ours(oracle("llama", {}), tmp_path).to(torch.bfloat16)
     native = NativeDecoder(kernels, decoder, quantization="int8")

@@ -95,13 +95,18 @@ class PackedMatrix:
         """Integer q [O, G, 32], and d and m fp32 [O, G] with w = d * q + m (m = 0 and q signed for INT8)."""
         panels, groups = self.struct.panels, self.struct.groups
         four = self.weight_format is WeightFormat.INT4
-        quant_bytes, scale_bytes = (256, 64) if four else (512, 32)
         panel_PX = self.data.view(panels, -1)
-        packed = panel_PX[:, : groups * quant_bytes].reshape(panels, groups, -1, 16, 4)  # quads of inputs, outputs
+        if four:
+            group_PGX = panel_PX.view(panels, groups, 64 + 256)
+            scale_PGX, quant_PGX = group_PGX[..., :64], group_PGX[..., 64:]
+        else:  # by pairs of groups, the last of which may be half a pair
+            pair_PX = F.pad(panel_PX, (0, groups % 2 * 512)).view(panels, -1, 64 + 2 * 512)
+            scale_PGX = pair_PX[..., :64].reshape(panels, -1, 32)[:, :groups]
+            quant_PGX = pair_PX[..., 64:].reshape(panels, -1, 512)[:, :groups]
+        packed = quant_PGX.reshape(panels, groups, -1, 16, 4)  # quads of inputs, outputs
         q = torch.cat((packed & 15, packed >> 4), dim=2).int() if four else packed.view(torch.int8).int()
         q_OGX = q.permute(0, 3, 1, 2, 4).reshape(panels * PANEL, groups, GROUP)
-        scales = panel_PX[:, groups * quant_bytes : groups * (quant_bytes + scale_bytes)].contiguous()
-        scales = scales.view(torch.float16).float().view(panels, groups, -1, PANEL)
+        scales = scale_PGX.contiguous().view(torch.float16).float().view(panels, groups, -1, PANEL)
         d_OG = scales[:, :, 0].transpose(1, 2).reshape(-1, groups)
         m_OG = scales[:, :, 1].transpose(1, 2).reshape(-1, groups) if four else torch.zeros_like(d_OG)
         return q_OGX[: self.outputs], d_OG[: self.outputs], m_OG[: self.outputs]

@@ -50,14 +50,14 @@ constexpr int AHEAD = 4;  // groups whose integers are on their way while those 
 #define OUTRIDER_TILE_GROUP(SUMS, ROWS, WEIGHTS, I)                          \
   if (first + I < groups) {                                                  \
     _tile_zero(SUMS);                                                        \
-    _tile_loadd(WEIGHTS, quants + (first + I) * 64 * QUADS, 64);             \
+    _tile_loadd(WEIGHTS, panel + quants_at(EIGHT, first + I), 64);           \
     _tile_loadd(ROWS, a + (first + I) * GROUP, stride);                      \
     _tile_dpbssd(SUMS, ROWS, WEIGHTS);                                       \
     _tile_stored(SUMS, parts[I], 64);                                        \
   }
 
 // Up to AHEAD groups from `first` on.
-INLINE void tile_groups(const uint8_t* quants, const int8_t* a, int first, int groups,
+INLINE void tile_groups(const uint8_t* panel, const int8_t* a, int first, int groups,
                         int32_t (*parts)[TILE_ROWS][PANEL]) {
   const size_t stride = size_t(groups) * GROUP;
   OUTRIDER_TILE_GROUP(0, 4, 6, 0)
@@ -69,18 +69,17 @@ INLINE void tile_groups(const uint8_t* quants, const int8_t* a, int first, int g
 
 // The sums of one EIGHT panel for TILE_ROWS rows from row on; those behind the last real one come of what lies there.
 // FOUR has none: spreading its nibbles and adding its minima takes what the unit saves.
-__attribute__((noinline)) inline void tile_rows(const uint8_t* quants, const Rows& x, int row, f32v* sums) {
+__attribute__((noinline)) inline void tile_rows(const uint8_t* panel, const Rows& x, int row, f32v* sums) {
   alignas(64) int32_t parts[2][AHEAD][TILE_ROWS][PANEL];
   const int groups = x.groups;
-  const uint16_t* scales = (const uint16_t*)(quants + groups * quant_bytes(EIGHT));
   const int8_t* a = x.quants + size_t(row) * groups * GROUP;
   const float* row_scales = x.scale + size_t(row) * groups;
   f32v acc[TILE_ROWS] = {};
-  tile_groups(quants, a, 0, groups, parts[0]);
+  tile_groups(panel, a, 0, groups, parts[0]);
   for (int block = 0, turn = 0; block < groups; block += AHEAD, turn ^= 1) {
-    if (block + AHEAD < groups) tile_groups(quants, a, block + AHEAD, groups, parts[turn ^ 1]);
+    if (block + AHEAD < groups) tile_groups(panel, a, block + AHEAD, groups, parts[turn ^ 1]);
     for (int g = block; g < std::min(groups, block + AHEAD); ++g) {
-      const f32v d = load_half(scales + g * PANEL);
+      const f32v d = load_half((const uint16_t*)(panel + scales_at(EIGHT, g)));
       for (int r = 0; r < TILE_ROWS; ++r) {
         i32v part;
         std::memcpy(&part, parts[turn][g - block][r], 64);

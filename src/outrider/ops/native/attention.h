@@ -1,9 +1,11 @@
 // Paged attention for ragged rows, causal or over a bidirectional block, grouped query heads.
 //
-// A unit of work is some consecutive query rows of one request and one key/value head: all query heads that share it.
-// Three sweeps over the positions it sees: scores (keys transposed tile by tile, so that a vector holds positions),
-// softmax, and the mix of values. A row's sums run in ascending head dimension or position, whatever other rows do, so
-// a row's result depends on what it sees alone: not on its neighbours in the pass, nor on how a prompt was cut.
+// A unit of work is some consecutive query rows of one request, one key/value head with all query heads that share it,
+// and a range of chunks of CHUNK positions. Per chunk three sweeps: scores (keys transposed tile by tile, so that a
+// vector holds positions), softmax, and the mix of values; chunks are merged in ascending order, on whichever thread. A
+// row's sums run in ascending head dimension or position and its chunks begin at fixed positions, whatever other rows
+// do: its result depends on what it sees alone, not on its neighbours in the pass, nor on how a prompt or the work was
+// cut.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +16,7 @@
 namespace outrider {
 
 constexpr int TILE = 32, TILE_VECS = TILE / LANES, ROW_BLOCK = 6;
-constexpr int UNIT_ROWS = 32, UNIT_SCORES = 1 << 16;  // a unit has at most so many rows, and about so many scores
+constexpr int CHUNK = 64, UNIT_ROWS = 32;  // positions of a chunk; rows of a unit at most
 
 // Where keys and values of one request and head lie: pool slots below `context`, behind them the block's own rows.
 template <class T>
@@ -72,15 +74,37 @@ INLINE void transpose(const T* const* rows, int d, float* to, size_t to_stride) 
 #endif
 }
 
+// What some positions contribute to one query: values weighted by exp(score - top), and those weights' sum.
+struct Partial {
+  float* values;  // [width]
+  float *mass, *top;
+};
+
 // A thread's scratch for one unit.
 struct Scratch {
   std::vector<float> rows;     // [TILE][width], copies of what cannot be read in place; zeros behind a head's dimension
   std::vector<float> key_t;    // [width][TILE]
   std::vector<float> query;    // [all][width], scaled
-  std::vector<float> weights;  // [all][padded length], scores and then their exponentials
-  std::vector<float> sums;     // [all][width]
-  std::vector<float> mass;     // [all]
+  std::vector<float> weights;  // [all][CHUNK], scores and then their exponentials
+  std::vector<float> chunk;    // partials of all queries over one chunk
+  std::vector<float> merged;   // and over the chunks so far
 };
+
+INLINE size_t partial_floats(size_t width) { return width + 2; }
+INLINE Partial partial(float* all, int index, size_t width) {
+  float* p = all + index * partial_floats(width);
+  return {p, p + width, p + width + 1};
+}
+
+// `into` becomes what both contribute; `from` stands for later positions.
+INLINE void merge(const Partial& into, const Partial& from, size_t width) {
+  const float top = *into.top > *from.top ? *into.top : *from.top;
+  const f32v a = exp(splat(*into.top - top)), b = exp(splat(*from.top - top));
+  *into.mass = *into.mass * a[0] + *from.mass * b[0];
+  *into.top = top;
+  for (size_t d = 0; d < width; d += LANES)
+    store(into.values + d, fma(load(from.values + d), b, load(into.values + d) * a));
+}
 
 // Sixteen or fewer rows of zeros, for positions behind the last.
 template <class T>
@@ -111,6 +135,15 @@ INLINE void with_tile(const Positions<T>& kv, int start, int count, int dim, Scr
   use(rows);
 }
 
+// Asks the memory for keys or values of `count` positions from the pool.
+template <bool KEYS, class T>
+INLINE void prefetch(const Positions<T>& kv, int start, int count, int dim) {
+  for (int position = start; position < std::min(start + count, kv.context); ++position) {
+    const char* row = (const char*)((KEYS ? kv.key : kv.value) + kv.slot(position) * kv.slot_stride);
+    for (size_t byte = 0; byte < dim * sizeof(T); byte += 64) __builtin_prefetch(row + byte);
+  }
+}
+
 // Scores of R rows with a tile's positions, each summed over the head's dimension in ascending order.
 template <int R>
 INLINE void score(const Scratch& s, int row, size_t width, float* scores, size_t stride) {
@@ -128,8 +161,8 @@ INLINE void score(const Scratch& s, int row, size_t width, float* scores, size_t
     for (int v = 0; v < TILE_VECS; ++v) store(scores + r * stride + v * LANES, acc[r][v]);
 }
 
-// Scores to exponentials of what they are below the largest, over a row's own `count` positions; returns their sum.
-INLINE float soften(float* w, int count) {
+// Scores to exponentials of what they are below the largest, over a row's own `count` positions of a chunk.
+INLINE void soften(float* w, int count, const Partial& out) {
   const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int whole = count / LANES * LANES;
   f32v highest = splat(-INFINITY);
@@ -148,15 +181,17 @@ INLINE float soften(float* w, int count) {
     store(w + whole, p);
     mass = mass + p;
   }
-  return sum(mass);
+  *out.mass = sum(mass);
+  *out.top = top[0];
 }
 
 // sums += weights * values over `count` positions in ascending order, for R rows and C vectors of the head from d on.
 template <int R, int C, class T>
-INLINE void mix(const T* const* rows, const float* weights, size_t stride, int count, int d, float* sums, size_t width) {
+INLINE void mix(const T* const* rows, const float* weights, size_t stride, int count, int d, float* sums,
+                size_t sums_stride) {
   f32v acc[R][C];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = load(sums + r * width + d + c * LANES);
+    for (int c = 0; c < C; ++c) acc[r][c] = load(sums + r * sums_stride + d + c * LANES);
   for (int j = 0; j < count; ++j) {
     f32v v[C];
     for (int c = 0; c < C; ++c) v[c] = load(rows[j] + d + c * LANES);
@@ -166,14 +201,15 @@ INLINE void mix(const T* const* rows, const float* weights, size_t stride, int c
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(sums + r * width + d + c * LANES, acc[r][c]);
+    for (int c = 0; c < C; ++c) store(sums + r * sums_stride + d + c * LANES, acc[r][c]);
 }
 
 template <int R, class T>
-INLINE void mix_rows(const T* const* rows, const float* weights, size_t stride, int count, float* sums, size_t width) {
+INLINE void mix_rows(const T* const* rows, const float* weights, size_t stride, int count, float* sums, size_t width,
+                     size_t sums_stride) {
   size_t d = 0;
-  for (; d + 4 * LANES <= width; d += 4 * LANES) mix<R, 4>(rows, weights, stride, count, d, sums, width);
-  for (; d < width; d += LANES) mix<R, 1>(rows, weights, stride, count, d, sums, width);
+  for (; d + 4 * LANES <= width; d += 4 * LANES) mix<R, 4>(rows, weights, stride, count, d, sums, sums_stride);
+  for (; d < width; d += LANES) mix<R, 1>(rows, weights, stride, count, d, sums, sums_stride);
 }
 
 // call(integral constant R) with R = rows <= ROW_BLOCK known to the compiler.
@@ -189,55 +225,109 @@ INLINE void with_rows(int rows, const Call& call) {
   }
 }
 
-// One unit: query rows [rows], each of `share` heads; row i sees first_seen + i positions, or in a block all of them.
-template <class T>
-void attend(const Positions<T>& kv, Scratch& s, const float* query, size_t query_stride, int rows, int share, int dim,
-            int first_seen, bool causal, float scale, float* out, size_t out_stride) {
-  const int all = rows * share;
-  const size_t width = padded(dim);
-  const auto seen = [&](int i) { return causal ? first_seen + i / share : first_seen; };
-  const int length = seen(all - 1);
-  const size_t stride = (length + TILE - 1) / TILE * TILE;
+// Query rows [rows] of one request, each of `share` heads; row i sees first_seen + i positions, or in a block all.
+struct Queries {
+  const float* first;
+  size_t stride;
+  int rows, share, dim, first_seen;
+  bool causal;
+  float scale;
+
+  int all() const { return rows * share; }
+  int seen(int i) const { return causal ? first_seen + i / share : first_seen; }
+  int length() const { return seen(all() - 1); }
+  // The first query that sees position `start`; those before it see nothing of what follows either.
+  int first_with(int start) const { return causal ? std::max(0, start + 1 - first_seen) * share : 0; }
+};
+
+INLINE void load_queries(const Queries& q, Scratch& s) {
+  const size_t width = padded(q.dim);
   s.rows.assign(TILE * width, 0.f);
-  s.sums.assign(all * width, 0.f);
   s.key_t.resize(TILE * width);
-  s.query.resize(all * width);
-  s.weights.resize(all * stride);
-  s.mass.resize(all);
-  for (int i = 0; i < all; ++i) {
-    const float* from = query + size_t(i / share) * query_stride + size_t(i % share) * dim;
-    for (int d = 0; d < int(width); ++d) s.query[i * width + d] = d < dim ? from[d] * scale : 0.f;
+  s.query.resize(q.all() * width);
+  s.weights.resize(q.all() * CHUNK);
+  for (int i = 0; i < q.all(); ++i) {
+    const float* from = q.first + size_t(i / q.share) * q.stride + size_t(i % q.share) * q.dim;
+    for (int d = 0; d < int(width); ++d) s.query[i * width + d] = d < q.dim ? from[d] * q.scale : 0.f;
   }
-  // The first row that sees anything of the tile at `start`; those before it see nothing of later tiles either.
-  const auto first_row = [&](int start) { return causal ? std::max(0, start + 1 - first_seen) * share : 0; };
-  for (int start = 0; start < length; start += TILE) {
-    with_tile<true>(kv, start, std::min(TILE, length - start), dim, s, [&](const auto* const* keys) {
+}
+
+// The partials of all queries over the chunk at `start`; those of queries that see nothing of it are left alone.
+template <class T>
+void attend_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, int start, float* partials) {
+  const int all = q.all(), stop = std::min(start + CHUNK, q.length());
+  const size_t width = padded(q.dim);
+  for (int tile = start; tile < stop; tile += TILE) {
+    prefetch<false>(kv, tile, TILE, q.dim);
+    prefetch<true>(kv, tile + TILE, TILE, q.dim);
+    with_tile<true>(kv, tile, std::min(TILE, stop - tile), q.dim, s, [&](const auto* const* keys) {
       for (int j = 0; j < TILE; j += LANES)
         for (size_t d = 0; d < width; d += LANES) transpose(keys + j, d, &s.key_t[d * TILE + j], TILE);
     });
-    for (int row = first_row(start); row < all; row += ROW_BLOCK)
+    for (int row = q.first_with(tile); row < all; row += ROW_BLOCK)
       with_rows(std::min(ROW_BLOCK, all - row), [&](auto R) {
-        score<R.value>(s, row, width, &s.weights[row * stride + start], stride);
+        score<R.value>(s, row, width, &s.weights[row * CHUNK + tile - start], CHUNK);
       });
   }
-  for (int i = 0; i < all; ++i) s.mass[i] = soften(&s.weights[i * stride], seen(i));
-  for (int start = 0; start < length; start += TILE) {
-    const int count = std::min(TILE, length - start);
-    with_tile<false>(kv, start, count, dim, s, [&](const auto* const* values) {
-      int row = first_row(start);
-      for (; row < all && seen(row) < start + count; ++row)
-        mix_rows<1>(values, &s.weights[row * stride + start], stride, seen(row) - start, &s.sums[row * width], width);
+  for (int i = q.first_with(start); i < all; ++i) {
+    const Partial p = partial(partials, i, width);
+    soften(&s.weights[i * CHUNK], std::min(q.seen(i), stop) - start, p);
+    std::fill(p.values, p.values + width, 0.f);
+  }
+  const size_t stride = partial_floats(width);
+  for (int tile = start; tile < stop; tile += TILE) {
+    const int count = std::min(TILE, stop - tile);
+    with_tile<false>(kv, tile, count, q.dim, s, [&](const auto* const* values) {
+      const auto mixed = [&](int row, auto R, int seen) {
+        mix_rows<R.value>(values, &s.weights[row * CHUNK + tile - start], CHUNK, seen, partials + row * stride, width,
+                          stride);
+      };
+      int row = q.first_with(tile);
+      for (; row < all && q.seen(row) < tile + count; ++row)
+        mixed(row, std::integral_constant<int, 1>(), q.seen(row) - tile);
       for (; row < all; row += ROW_BLOCK)
-        with_rows(std::min(ROW_BLOCK, all - row), [&](auto R) {
-          mix_rows<R.value>(values, &s.weights[row * stride + start], stride, count, &s.sums[row * width], width);
-        });
+        with_rows(std::min(ROW_BLOCK, all - row), [&](auto R) { mixed(row, R, count); });
     });
   }
-  for (int i = 0; i < all; ++i) {
-    float* to = out + size_t(i / share) * out_stride + size_t(i % share) * dim;
-    const float inverse = 1.f / s.mass[i];
-    for (int d = 0; d < dim; ++d) to[d] = s.sums[i * width + d] * inverse;
+}
+
+// Query i's result, once all chunks are merged.
+INLINE void write_out(const Queries& q, int i, const Partial& p, float* out, size_t out_stride) {
+  float* to = out + size_t(i / q.share) * out_stride + size_t(i % q.share) * q.dim;
+  const float inverse = 1.f / *p.mass;
+  for (int d = 0; d < q.dim; ++d) to[d] = p.values[d] * inverse;
+}
+
+// All chunks of all queries.
+template <class T>
+void attend(const Positions<T>& kv, Scratch& s, const Queries& q, float* out, size_t out_stride) {
+  const size_t width = padded(q.dim);
+  load_queries(q, s);
+  s.chunk.resize(q.all() * partial_floats(width));
+  s.merged.resize(q.all() * partial_floats(width));
+  attend_chunk(kv, s, q, 0, s.merged.data());
+  for (int start = CHUNK; start < q.length(); start += CHUNK) {
+    attend_chunk(kv, s, q, start, s.chunk.data());
+    for (int i = q.first_with(start); i < q.all(); ++i)
+      merge(partial(s.merged.data(), i, width), partial(s.chunk.data(), i, width), width);
   }
+  for (int i = 0; i < q.all(); ++i) write_out(q, i, partial(s.merged.data(), i, width), out, out_stride);
+}
+
+// Chunks chunk..chunk+chunks-1 into `partials` [all chunks][all queries], for join() when every chunk is there.
+template <class T>
+void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int chunk, int chunks, float* partials) {
+  const size_t floats = q.all() * partial_floats(padded(q.dim));
+  load_queries(q, s);
+  for (int c = chunk; c < chunk + chunks; ++c) attend_chunk(kv, s, q, c * CHUNK, partials + c * floats);
+}
+
+INLINE void join(const Queries& q, float* partials, float* out, size_t out_stride) {
+  const size_t width = padded(q.dim), floats = q.all() * partial_floats(width);
+  for (int start = CHUNK, c = 1; start < q.length(); start += CHUNK, ++c)
+    for (int i = q.first_with(start); i < q.all(); ++i)
+      merge(partial(partials, i, width), partial(partials + c * floats, i, width), width);
+  for (int i = 0; i < q.all(); ++i) write_out(q, i, partial(partials, i, width), out, out_stride);
 }
 
 }  // namespace outrider

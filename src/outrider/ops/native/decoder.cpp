@@ -5,7 +5,9 @@
 //
 // Legend: rows of a pass N, hidden size D, heads Hq and Hkv of size E, inner size I of the MLP. Buffers of rows are padded
 // to whole groups with zeros.
+#include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 
 #include "attention.h"
@@ -65,6 +67,7 @@ struct Context {
 
 namespace {
 
+constexpr int UNITS_PER_THREAD = 4;  // of attention, where there is enough of it to cut
 constexpr int INLINE_ROWS = 4;    // row-wise steps of fewer rows are not worth waking anyone
 
 INLINE int grouped(int x) { return (x + GROUP - 1) / GROUP * GROUP; }
@@ -89,6 +92,15 @@ struct QuantisedRows {
 
 struct Unit {
   int request, row, rows, kv_head, first_seen;
+  int chunk, chunks;  // of positions
+  int split;          // index of what this is a part of, or -1
+};
+
+// Work on one set of queries that several threads share.
+struct Split {
+  std::unique_ptr<std::atomic<int>> parts_left = std::make_unique<std::atomic<int>>(0);
+  int parts = 0;
+  size_t partials = 0;  // where they start
 };
 
 // What a pass spends its time on; ops/native_kernels.py names them in this order.
@@ -114,6 +126,9 @@ struct Workspace {
   std::vector<float> residual, qkv, attention;
   std::vector<Scratch> scratch;
   std::vector<Unit> units;
+  std::vector<Split> splits;
+  int num_splits = 0;
+  std::vector<float> partials;
 };
 
 std::mutex pass_mutex;  // guards the three below
@@ -222,23 +237,51 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
   });
 }
 
-void plan_units(const Decoder& m, const Pass& p, std::vector<Unit>& units) {
+// Units of a pass, cut along the positions where there would be too few to keep all threads busy alike.
+void plan_units(const Decoder& m, const Pass& p, int threads, std::vector<Unit>& units) {
   units.clear();
   for (int r = 0; r < p.requests; ++r) {
     const int rows = p.starts[r + 1] - p.starts[r];
     const int first_seen = p.slots ? p.lengths[r] - rows + 1 : p.lengths[r] + rows;
-    const int scores = (p.lengths[r] + rows) * (m.heads / m.kv_heads);  // of one row, at most
-    const int most = std::max(1, std::min(UNIT_ROWS, UNIT_SCORES / std::max(1, scores)));
-    for (int row = 0; row < rows; row += most)
+    for (int row = 0; row < rows; row += UNIT_ROWS) {
+      const int count = std::min(UNIT_ROWS, rows - row), first = first_seen + (p.slots ? row : 0);
+      const int length = first + (p.slots ? count - 1 : 0);
       for (int h = 0; h < m.kv_heads; ++h)
-        units.push_back({r, p.starts[r] + row, std::min(most, rows - row), h, first_seen + (p.slots ? row : 0)});
+        units.push_back({r, p.starts[r] + row, count, h, first, 0, (length + CHUNK - 1) / CHUNK, -1});
+    }
   }
+  const int whole = int(units.size()), wanted = UNITS_PER_THREAD * threads;
+  space.num_splits = 0;
+  if (whole == 0 || whole >= wanted) return;
+  const size_t floats = partial_floats(padded(m.head_dim)) * (m.heads / m.kv_heads);
+  size_t used = 0;
+  for (int index = 0; index < whole; ++index) {
+    const Unit unit = units[index];
+    const int parts = std::min(unit.chunks, (wanted + whole - 1) / whole);
+    if (parts <= 1) continue;
+    if (int(space.splits.size()) == space.num_splits) space.splits.emplace_back();
+    Split& split = space.splits[space.num_splits];
+    split.parts = parts;
+    split.partials = used;
+    used += floats * unit.rows * unit.chunks;
+    for (int part = 0; part < parts; ++part) {
+      Unit cut = unit;
+      cut.chunk = unit.chunks * part / parts;
+      cut.chunks = unit.chunks * (part + 1) / parts - cut.chunk;
+      cut.split = space.num_splits;
+      if (part == 0) units[index] = cut;
+      else units.push_back(cut);
+    }
+    ++space.num_splits;
+  }
+  sized(space.partials, used);
 }
 
 template <class T>
 void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, const float* qkv, size_t stride,
                float* out, size_t out_stride) {
   const int E = m.head_dim, share = m.heads / m.kv_heads;
+  for (int i = 0; i < space.num_splits; ++i) *space.splits[i].parts_left = space.splits[i].parts;
   pool.run(int(space.units.size()), [&](int index, int thread) {
     const Unit& u = space.units[index];
     const float* own = qkv + size_t(p.starts[u.request]) * stride + (m.heads + u.kv_head) * E;
@@ -253,8 +296,14 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
         own + m.kv_heads * E,
         stride,
     };
-    attend(kv, space.scratch[thread], qkv + u.row * stride + u.kv_head * share * E, stride, u.rows, share, E,
-           u.first_seen, p.slots != nullptr, m.scale, out + u.row * out_stride + u.kv_head * share * E, out_stride);
+    const Queries q = {qkv + u.row * stride + u.kv_head * share * E, stride, u.rows, share, E, u.first_seen,
+                       p.slots != nullptr, m.scale};
+    float* to = out + u.row * out_stride + u.kv_head * share * E;
+    if (u.split < 0) return attend(kv, space.scratch[thread], q, to, out_stride);
+    Split& split = space.splits[u.split];
+    float* partials = space.partials.data() + split.partials;
+    attend_part(kv, space.scratch[thread], q, u.chunk, u.chunks, partials);
+    if (split.parts_left->fetch_sub(1, std::memory_order_acq_rel) == 1) join(q, partials, to, out_stride);
   });
 }
 
@@ -453,13 +502,16 @@ void outrider_multiply(const Matrix* w, const float* x, int rounds) {
   Pool& p = current_pool();
   const Rows rows = space.input.resized(BLOCK, w->groups * GROUP);
   for (int r = 0; r < BLOCK; ++r) quantise_row(x + size_t(r) * w->groups * GROUP, rows, r);
+  std::atomic<float> seen{0.f};  // results that nobody reads are not computed
   p.run(rounds, [&](int, int) {
     Tiles tiles;
-    f32v sums[BLOCK];
+    f32v sums[BLOCK], total = {};
     for (int row = 0, count; row < BLOCK; row += count) {
       count = next_block(*w, BLOCK - row);
       block_sums(*w, 0, rows, row, count, tiles, sums);
+      for (int r = 0; r < count; ++r) total = total + sums[r];
     }
+    seen.store(total[0], std::memory_order_relaxed);
   });
 }
 
@@ -473,7 +525,7 @@ int outrider_pass(const Decoder* m, const Pass* p) {
     if (uint64_t(p->positions[r]) >= uint64_t(p->num_positions)) return 2;
   }
   embed(*m, *p, rows);
-  plan_units(*m, *p, space.units);
+  plan_units(*m, *p, pool.threads(), space.units);
   copy_taps(*m, *p, -1, rows);
   for (int i = 0; i < m->num_layers; ++i) {
     if (p->kv_is_bf16) layer_pass<bf16>(pool, *m, *p, m->layers[i], p->caches[i], rows);

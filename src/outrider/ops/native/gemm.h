@@ -7,10 +7,11 @@
 // A group's product is an exact integer on every instruction set. Groups are added in fp32 in ascending order, per
 // output element, whatever else is computed in the same call: a row's result does not depend on the rows beside it.
 //
-// Packed layout: panels of 16 outputs; in a panel group after group of quants, then its scales:
-//   EIGHT  [groups][8 quads][16 outputs][4 inputs] bytes, then [groups][16] d
-//   FOUR   [groups][4][16][4] bytes, low nibbles quads 0..3 and high nibbles quads 4..7, then [groups][2][16] d and m
-// A panel is padded to whole cache lines. Inputs and outputs beyond the real extents have weight zero.
+// Packed layout: panels of 16 outputs, one stream of whole cache lines in the order in which they are read:
+//   EIGHT  per two groups [2][16] d, then per group [8 quads][16 outputs][4 inputs] bytes
+//   FOUR   per group [2][16] d and m, then [4][16][4] bytes, low nibbles quads 0..3 and high nibbles quads 4..7
+// Scales apart from their quants would be a second stream, whose every new line the memory is late with. Inputs and
+// outputs beyond the real extents have weight zero.
 #pragma once
 
 #include "vec.h"
@@ -26,10 +27,17 @@ struct Matrix {
   int32_t format, panels, groups, unused;
 };
 
-INLINE size_t quant_bytes(int format) { return format == FOUR ? GROUP * PANEL / 2 : GROUP * PANEL; }
-INLINE size_t scale_bytes(int format) { return format == FOUR ? 4 * PANEL : 2 * PANEL; }
+constexpr size_t LINE = 64, EIGHT_BYTES = GROUP * PANEL, FOUR_BYTES = LINE + EIGHT_BYTES / 2;
+
+// Where group g's scales and quants lie in a panel.
+INLINE size_t scales_at(int format, int g) {
+  return format == FOUR ? g * FOUR_BYTES : g / 2 * (LINE + 2 * EIGHT_BYTES) + g % 2 * (LINE / 2);
+}
+INLINE size_t quants_at(int format, int g) {
+  return format == FOUR ? g * FOUR_BYTES + LINE : (g / 2 + 1) * LINE + g * EIGHT_BYTES;
+}
 INLINE size_t panel_bytes(int format, int groups) {
-  return (groups * (quant_bytes(format) + scale_bytes(format)) + 63) / 64 * 64;
+  return format == FOUR ? groups * FOUR_BYTES : (groups + 1) / 2 * LINE + groups * EIGHT_BYTES;
 }
 
 // Quantised rows: [rows][groups] of everything, quants [rows][groups * GROUP].
@@ -91,15 +99,22 @@ INLINE i32v dot(i32v acc, i32v w, const int8_t* a) {
 #endif
 }
 
+constexpr int FEW_ROWS = 4;
+constexpr size_t PREFETCH = 2048;
+
 // The sums of one panel's 16 outputs for R rows from row on.
 template <int FORMAT, int R>
-__attribute__((noinline)) void dot_rows_of(const uint8_t* data, const Rows& x, int row, f32v* sums) {
+__attribute__((noinline)) void dot_rows_of(const uint8_t* panel, const Rows& x, int row, f32v* sums) {
   const int groups = x.groups;
-  const uint16_t* scales = (const uint16_t*)(data + groups * quant_bytes(FORMAT));
+  constexpr size_t group_bytes = FORMAT == FOUR ? FOUR_BYTES : EIGHT_BYTES;
   const int8_t* quants = x.quants + size_t(row) * groups * GROUP;
   const size_t first = size_t(row) * groups;
   f32v acc[R] = {};
-  for (int g = 0; g < groups; ++g, data += quant_bytes(FORMAT)) {
+  for (int g = 0; g < groups; ++g) {
+    const uint8_t* data = panel + quants_at(FORMAT, g);
+    const uint16_t* scales = (const uint16_t*)(panel + scales_at(FORMAT, g));
+    if (R > FEW_ROWS)  // arithmetic then keeps loads back, and with them the processor's own prefetching
+      for (size_t i = 0; i < group_bytes; i += LINE) __builtin_prefetch(data + PREFETCH + i);
     i32v part[R];
     for (int r = 0; r < R; ++r) part[r] = FORMAT == FOUR ? i32v{} : splat(x.start[first + r * groups + g]);
     const int8_t* a = quants + g * GROUP;
@@ -120,10 +135,10 @@ __attribute__((noinline)) void dot_rows_of(const uint8_t* data, const Rows& x, i
         for (int r = 0; r < R; ++r) part[r] = dot(part[r], w, a + size_t(r) * groups * GROUP + 4 * q);
       }
     }
-    const f32v d = load_half(scales + g * (FORMAT == FOUR ? 2 : 1) * PANEL);
+    const f32v d = load_half(scales);
     for (int r = 0; r < R; ++r) acc[r] = fma(to_float(part[r]), d * splat(x.scale[first + r * groups + g]), acc[r]);
     if (FORMAT == FOUR) {
-      const f32v m = load_half(scales + (2 * g + 1) * PANEL);
+      const f32v m = load_half(scales + PANEL);
       for (int r = 0; r < R; ++r) acc[r] = fma(m, splat(x.scaled_sum[first + r * groups + g]), acc[r]);
     }
   }
@@ -134,16 +149,16 @@ constexpr int DOT_ROWS = 8;  // rows whose sums stay in registers together
 
 // For `rows` <= DOT_ROWS rows from row on.
 template <int FORMAT>
-INLINE void dot_rows(const uint8_t* data, const Rows& x, int row, int rows, f32v* sums) {
+INLINE void dot_rows(const uint8_t* panel, const Rows& x, int row, int rows, f32v* sums) {
   switch (rows) {
-    case 8: return dot_rows_of<FORMAT, 8>(data, x, row, sums);
-    case 7: return dot_rows_of<FORMAT, 7>(data, x, row, sums);
-    case 6: return dot_rows_of<FORMAT, 6>(data, x, row, sums);
-    case 5: return dot_rows_of<FORMAT, 5>(data, x, row, sums);
-    case 4: return dot_rows_of<FORMAT, 4>(data, x, row, sums);
-    case 3: return dot_rows_of<FORMAT, 3>(data, x, row, sums);
-    case 2: return dot_rows_of<FORMAT, 2>(data, x, row, sums);
-    default: return dot_rows_of<FORMAT, 1>(data, x, row, sums);
+    case 8: return dot_rows_of<FORMAT, 8>(panel, x, row, sums);
+    case 7: return dot_rows_of<FORMAT, 7>(panel, x, row, sums);
+    case 6: return dot_rows_of<FORMAT, 6>(panel, x, row, sums);
+    case 5: return dot_rows_of<FORMAT, 5>(panel, x, row, sums);
+    case 4: return dot_rows_of<FORMAT, 4>(panel, x, row, sums);
+    case 3: return dot_rows_of<FORMAT, 3>(panel, x, row, sums);
+    case 2: return dot_rows_of<FORMAT, 2>(panel, x, row, sums);
+    default: return dot_rows_of<FORMAT, 1>(panel, x, row, sums);
   }
 }
 

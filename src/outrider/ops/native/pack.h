@@ -74,20 +74,16 @@ inline Grid fit_group(const float* w, int real, int format) {
   return around.error < whole.error ? around : whole;
 }
 
-inline void store_group(const Grid& grid, int format, int output, int group, int groups, uint8_t* panel) {
-  uint8_t* quants = panel + group * quant_bytes(format);
-  uint16_t* scales = (uint16_t*)(panel + groups * quant_bytes(format));
+inline void store_group(const Grid& grid, int format, int output, int group, uint8_t* panel) {
+  uint8_t* quants = panel + quants_at(format, group);
+  uint16_t* scales = (uint16_t*)(panel + scales_at(format, group));
   for (int i = 0; i < GROUP; ++i) {
     const int quad = i / 4, byte = output * 4 + i % 4;
     if (format == EIGHT) quants[quad * 64 + byte] = grid.q[i];
     else quants[quad % 4 * 64 + byte] |= uint8_t(grid.q[i] << (quad / 4 * 4));
   }
-  if (format == EIGHT) {
-    scales[group * PANEL + output] = grid.half_d;
-  } else {
-    scales[2 * group * PANEL + output] = grid.half_d;
-    scales[(2 * group + 1) * PANEL + output] = grid.half_m;
-  }
+  scales[output] = grid.half_d;
+  if (format == FOUR) scales[PANEL + output] = grid.half_m;
 }
 
 // weights [*, inputs]; output o of the packed matrix is row order[o], or zero where that is -1. Returns the squared
@@ -108,7 +104,7 @@ double pack(Pool& pool, const T* weights, int inputs, const int64_t* order, int 
         const bool finite = (grid.half_d & 0x7c00) != 0x7c00 && (grid.half_m & 0x7c00) != 0x7c00;
         lost[p] += finite ? grid.error : NAN;
         for (float x : w) total[p] += double(x) * x;
-        store_group(grid, format, o, g, groups, panel);
+        store_group(grid, format, o, g, panel);
       }
   });
   double all_lost = 0.0, all = 0.0;
