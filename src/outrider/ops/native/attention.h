@@ -31,7 +31,14 @@ struct Positions {
   const float* own_value;
   size_t own_stride;
 
-  size_t slot(int position) const { return size_t(blocks[position / block_size]) * block_size + position % block_size; }
+  // at[i]: where position start + i lies in the pool, in elements, as far as the context goes.
+  void locate(int start, int count, size_t* at) const {
+    int block = start / block_size, offset = start % block_size;
+    for (int i = 0; i < std::min(count, context - start); ++i) {
+      at[i] = (size_t(blocks[block]) * block_size + offset) * slot_stride;
+      if (++offset == block_size) offset = 0, ++block;
+    }
+  }
 };
 
 INLINE int padded(int x) { return (x + LANES - 1) / LANES * LANES; }
@@ -115,12 +122,13 @@ INLINE const T* zero_row() {
 
 // use(pointers to TILE rows, of T or float) with the keys or values of positions start..start+count-1; zeros behind.
 template <bool KEYS, class T, class Use>
-INLINE void with_tile(const Positions<T>& kv, int start, int count, int dim, Scratch& s, const Use& use) {
+INLINE void with_tile(const Positions<T>& kv, const size_t* at, int start, int count, int dim, Scratch& s,
+                      const Use& use) {
   const size_t width = padded(dim);
   if (start + count <= kv.context && dim % LANES == 0) {
     const T* rows[TILE];
     for (int j = 0; j < TILE; ++j)
-      rows[j] = j < count ? (KEYS ? kv.key : kv.value) + kv.slot(start + j) * kv.slot_stride : zero_row<T>();
+      rows[j] = j < count ? (KEYS ? kv.key : kv.value) + at[j] : zero_row<T>();
     return use(rows);
   }
   const float* rows[TILE];
@@ -129,19 +137,17 @@ INLINE void with_tile(const Positions<T>& kv, int start, int count, int dim, Scr
     if (j >= count) continue;
     const int position = start + j;
     float* to = &s.rows[j * width];
-    if (position < kv.context) load_row((KEYS ? kv.key : kv.value) + kv.slot(position) * kv.slot_stride, to, dim);
+    if (position < kv.context) load_row((KEYS ? kv.key : kv.value) + at[j], to, dim);
     else load_row((KEYS ? kv.own_key : kv.own_value) + (position - kv.context) * kv.own_stride, to, dim);
   }
   use(rows);
 }
 
-// Asks the memory for keys or values of `count` positions from the pool.
-template <bool KEYS, class T>
-INLINE void prefetch(const Positions<T>& kv, int start, int count, int dim) {
-  for (int position = start; position < std::min(start + count, kv.context); ++position) {
-    const char* row = (const char*)((KEYS ? kv.key : kv.value) + kv.slot(position) * kv.slot_stride);
-    for (size_t byte = 0; byte < dim * sizeof(T); byte += 64) __builtin_prefetch(row + byte);
-  }
+// Asks the memory for what lies `at` so many places.
+template <class T>
+INLINE void prefetch(const T* rows, const size_t* at, int count, int dim) {
+  for (int i = 0; i < count; ++i)
+    for (size_t byte = 0; byte < dim * sizeof(T); byte += 64) __builtin_prefetch((const char*)(rows + at[i]) + byte);
 }
 
 // Scores of R rows with a tile's positions, each summed over the head's dimension in ascending order.
@@ -257,10 +263,13 @@ template <class T>
 void attend_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, int start, float* partials) {
   const int all = q.all(), stop = std::min(start + CHUNK, q.length());
   const size_t width = padded(q.dim);
+  size_t at[CHUNK], next[CHUNK];
+  kv.locate(start, stop - start, at);
+  kv.locate(stop, std::min(CHUNK, q.length() - stop), next);
   for (int tile = start; tile < stop; tile += TILE) {
-    prefetch<false>(kv, tile, TILE, q.dim);
-    prefetch<true>(kv, tile + TILE, TILE, q.dim);
-    with_tile<true>(kv, tile, std::min(TILE, stop - tile), q.dim, s, [&](const auto* const* keys) {
+    prefetch(kv.value, at + tile - start, std::min(TILE, std::min(stop, kv.context) - tile), q.dim);
+    prefetch(kv.key, next + tile - start, std::min(TILE, std::min(q.length(), kv.context) - stop - tile + start), q.dim);
+    with_tile<true>(kv, at + tile - start, tile, std::min(TILE, stop - tile), q.dim, s, [&](const auto* const* keys) {
       for (int j = 0; j < TILE; j += LANES)
         for (size_t d = 0; d < width; d += LANES) transpose(keys + j, d, &s.key_t[d * TILE + j], TILE);
     });
@@ -277,7 +286,7 @@ void attend_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, int star
   const size_t stride = partial_floats(width);
   for (int tile = start; tile < stop; tile += TILE) {
     const int count = std::min(TILE, stop - tile);
-    with_tile<false>(kv, tile, count, q.dim, s, [&](const auto* const* values) {
+    with_tile<false>(kv, at + tile - start, tile, count, q.dim, s, [&](const auto* const* values) {
       const auto mixed = [&](int row, auto R, int seen) {
         mix_rows<R.value>(values, &s.weights[row * CHUNK + tile - start], CHUNK, seen, partials + row * stride, width,
                           stride);

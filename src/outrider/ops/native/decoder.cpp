@@ -221,9 +221,9 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
   const int units = w.panels / 4, size = chunk_size(units, p.threads());
   p.run((units + size - 1) / size, [&](int chunk, int) {
     Tiles tiles;
-    for (int u = chunk * size; u < std::min(units, (chunk + 1) * size); ++u) {
-      for (int row = 0, count; row < rows; row += count) {
-        count = next_block(w, rows - row);
+    for (int row = 0, count; row < rows; row += count) {
+      count = next_block(w, rows - row);
+      for (int u = chunk * size; u < std::min(units, (chunk + 1) * size); ++u) {
         f32v sums[4][BLOCK];
         for (int k = 0; k < 4; ++k) block_sums(w, 4 * u + k, x, row, count, tiles, sums[k]);
         for (int r = 0; r < count; ++r) {

@@ -64,13 +64,15 @@ void product(Pool& pool, const Matrix& w, const Rows& x, int rows, const Out& ou
   const int size = chunk_size(w.panels, pool.threads());
   pool.run((w.panels + size - 1) / size, [&](int chunk, int) {
     Tiles tiles;
-    for (int p = chunk * size; p < std::min(w.panels, (chunk + 1) * size); ++p)
-      for (int row = 0, count; row < rows; row += count) {
-        count = next_block(w, rows - row);
+    // A block's rows stay in the nearest cache while the chunk's panels pass by, after the first block from the next.
+    for (int row = 0, count; row < rows; row += count) {
+      count = next_block(w, rows - row);
+      for (int p = chunk * size; p < std::min(w.panels, (chunk + 1) * size); ++p) {
         f32v sums[BLOCK];
         block_sums(w, p, x, row, count, tiles, sums);
         for (int r = 0; r < count; ++r) out(row + r, p, sums[r]);
       }
+    }
   });
 }
 
