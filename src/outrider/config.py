@@ -227,6 +227,8 @@ class EngineConfig:
 
     model: str
     dtype: DTypeName
+    kv_dtype: DTypeName
+    drafter_kv_dtype: DTypeName
     seed: int
     max_model_len: int
     max_num_seqs: int

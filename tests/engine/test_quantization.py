@@ -100,3 +100,18 @@ def test_tensor_parallel_ranks_are_refused_and_auto_is_none(zoo: Zoo) -> None:
 def test_an_unknown_quantization_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="quantization='int2' must be one of auto, none, int8, int4"):
         EngineArgs(quantization="int2")  # type: ignore[arg-type]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "mode", "expected"),
+    [("auto", "none", "float32"), ("auto", "int8", "bfloat16"), ("float32", "int8", "float32")],
+)
+def test_compiled_passes_keep_keys_and_values_in_bfloat16_unless_told_otherwise(
+    zoo: Zoo, dtype: str, mode: str, expected: str
+) -> None:
+    args = {"dtype": dtype, "quantization": mode}
+    resolved = resolve(EngineArgs(model=str(zoo.path("rand")), draft=str(zoo.path("random")), **args))  # type: ignore[arg-type]
+    assert {resolved.config.kv_dtype, resolved.config.drafter_kv_dtype} == {expected}
+    shape, size = resolved.model.config, 2 if expected == "bfloat16" else 4
+    assert resolved.layout.target_bytes_per_token == 2 * size * shape.num_layers * shape.num_kv_heads * shape.head_dim

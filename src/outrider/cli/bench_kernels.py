@@ -54,7 +54,7 @@ def kernels_command(
         figures = measure_kernels(
             quantised_target(loaded.model, config.quantization),
             None if config.quantization == "none" else required_kernels(),
-            kv_dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
             rows=sizes,
             context=context,
             rows_per_request=rows_per_request,
@@ -90,7 +90,7 @@ def _limits(figures: KernelFigures, rows: int) -> tuple[float, float]:
 
 
 def _headline(figures: KernelFigures, config: EngineConfig, *, context: int, threads: int) -> str:
-    text = f"{config.model}, quantization {config.quantization}, {config.dtype} KV, context {context}"
+    text = f"{config.model}, quantization {config.quantization}, {config.kv_dtype} KV, context {context}"
     text += f", {threads} threads; {figures.weight_bytes / 1e6:.0f} MB of weights"
     if config.quantization != "none":
         text += f"; {figures.bandwidth_gb_s:.1f} GB/s, {figures.giga_operations:.0f} int8 GOP/s"

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 MODEL_HELP = "Name of an embedded model, a GGUF file, a Hugging Face directory or a hub id."
 HELP: dict[str, str] = {
-    "dtype": "Type of weights and KV; auto is the checkpoint's own.",
+    "dtype": "Type of weights and KV; auto is the checkpoint's own, and bfloat16 for the KV of quantized models.",
     "seed": "Seed of the engine; a request without a seed of its own draws from it.",
     "max_model_len": "Context limit in tokens; by default the model's.",
     "max_num_seqs": "Sequences decoded together at most.",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.config import EngineArgs, QuantizationName
+from outrider.config import DTypeName, EngineArgs, ModelConfig, QuantizationName
 from outrider.errors import ConfigError
 from outrider.logger import get_logger
 from outrider.models.decoder import Decoder
@@ -43,6 +43,21 @@ def resolve_quantization(args: EngineArgs, model: ModelDescription) -> Quantizat
             return "none"
         raise
     return wanted
+
+
+def default_kv_dtype(config: ModelConfig, dtype: DTypeName, quantization: QuantizationName) -> DTypeName:
+    """Of the keys and values of a model in ``dtype``: bfloat16 where compiled passes read them.
+
+    Streams over contexts of their own read more of these than of weights, and what rounding them loses is little
+    beside what quantised weights lose already (docs/benchmarks.md).
+    """
+    if quantization == "none":
+        return dtype
+    try:
+        require_native(config, quantization=quantization, what="model")
+    except ConfigError:
+        return dtype
+    return "bfloat16"
 
 
 def required_kernels() -> Kernels:

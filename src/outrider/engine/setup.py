@@ -19,7 +19,7 @@ from outrider.config import DrafterConfig, DTypeName, EngineArgs, EngineConfig, 
 from outrider.engine.agreement import StepAgreement
 from outrider.engine.capture import capture_tiers
 from outrider.engine.engine_core import EngineCore
-from outrider.engine.quantization import quantised_drafter, quantised_target, resolve_quantization
+from outrider.engine.quantization import default_kv_dtype, quantised_drafter, quantised_target, resolve_quantization
 from outrider.engine.self_test import run_self_test
 from outrider.errors import ConfigError
 from outrider.kv_cache.manager import KVCacheManager
@@ -94,8 +94,12 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
             f"draft_confidence_threshold={args.draft_confidence_threshold} needs a drafter with a confidence head; "
             f"draft={args.draft!r} has none"
         )
-    target_bytes = kv_bytes_per_token(_kv_share(model.config, topology), dtype)
-    drafter_bytes = sum(kv_bytes_per_token(drafter.decoder, dtype) for drafter in drafters)
+    kv_dtype, drafter_kv_dtype = (
+        dtype if args.dtype != "auto" else default_kv_dtype(shape, dtype, quantization)
+        for shape in (model.config, drafters[0].decoder if drafters else model.config)
+    )
+    target_bytes = kv_bytes_per_token(_kv_share(model.config, topology), kv_dtype)
+    drafter_bytes = sum(kv_bytes_per_token(drafter.decoder, drafter_kv_dtype) for drafter in drafters)
     longest = -(-wanted_len // args.kv_block_size) * args.kv_block_size  # slots: whole blocks
     layout = plan_kv_memory(
         budget_bytes=_kv_budget(args, (target_bytes + drafter_bytes) * args.max_num_seqs * longest),
@@ -106,6 +110,8 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     config = EngineConfig(
         model=args.model,
         dtype=dtype,
+        kv_dtype=kv_dtype,
+        drafter_kv_dtype=drafter_kv_dtype,
         seed=args.seed,
         max_model_len=_fitting_len(args, wanted_len, layout),
         max_num_seqs=args.max_num_seqs,
@@ -194,7 +200,7 @@ def build_engine(
     runner = ModelRunner(
         target=target_model,
         kv_caches=allocate_kv(
-            _kv_share(resolved.model.config, resolved.topology), resolved.layout, dtype=config.dtype, device=device
+            _kv_share(resolved.model.config, resolved.topology), resolved.layout, dtype=config.kv_dtype, device=device
         ),
         tap_layer_ids=proposer.tap_layer_ids,
         graphs=graphs,
@@ -276,7 +282,9 @@ def _build_proposer(
         device=str(device),
         attention_backend=config.attention_backend,
     )
-    kv_caches: list[LayerKV] = allocate_kv(drafter.config.decoder, resolved.layout, dtype=config.dtype, device=device)
+    kv_caches: list[LayerKV] = allocate_kv(
+        drafter.config.decoder, resolved.layout, dtype=config.drafter_kv_dtype, device=device
+    )
     proposer = DSparkProposer(
         drafter=quantised_drafter(drafter.model, config.quantization),
         config=drafter.config,

@@ -218,12 +218,13 @@ INLINE f32v silu(f32v x) { return x / (splat(1.f) + exp(-x)); }
 
 // silu(gate) * up, quantised where it is computed: a unit is the two gate and two up panels of one group.
 void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows& out) {
-  const int units = w.panels / 4, size = chunk_size(units, p.threads());
-  p.run((units + size - 1) / size, [&](int chunk, int) {
+  const int units = w.panels / 4, chunks = chunk_count(units, rows, p.threads());
+  p.run(chunks, [&](int chunk, int) {
+    const int begin = chunk_begin(units, chunk, chunks), end = chunk_begin(units, chunk + 1, chunks);
     Tiles tiles;
     for (int row = 0, count; row < rows; row += count) {
       count = next_block(w, rows - row);
-      for (int u = chunk * size; u < std::min(units, (chunk + 1) * size); ++u) {
+      for (int u = begin; u < end; ++u) {
         f32v sums[4][BLOCK];
         for (int k = 0; k < 4; ++k) block_sums(w, 4 * u + k, x, row, count, tiles, sums[k]);
         for (int r = 0; r < count; ++r) {

@@ -55,19 +55,24 @@ INLINE void block_sums(const Matrix& w, int panel, const Rows& x, int row, int r
   else dot_rows<EIGHT>(data, x, row, rows, sums);
 }
 
-// Units of work of about equal size: enough that a slow core does not hold up the others.
-INLINE int chunk_size(int items, int threads) { return std::max(1, std::min(8, items / (threads * 4))); }
+// Into how many chunks of equal size work on `items` panels is cut: as many for each thread, and more of them where a
+// panel takes long, since the last ones decide how long a thread waits for another.
+INLINE int chunk_count(int items, int rows, int threads) {
+  return std::min(items, std::max(threads * (rows > DOT_ROWS ? 12 : 4), items / 8));
+}
+INLINE int chunk_begin(int items, int chunk, int chunks) { return int(int64_t(items) * chunk / chunks); }
 
 // out(row, panel, sums) for every row and every panel.
 template <class Out>
 void product(Pool& pool, const Matrix& w, const Rows& x, int rows, const Out& out) {
-  const int size = chunk_size(w.panels, pool.threads());
-  pool.run((w.panels + size - 1) / size, [&](int chunk, int) {
+  const int chunks = chunk_count(w.panels, rows, pool.threads());
+  pool.run(chunks, [&](int chunk, int) {
+    const int begin = chunk_begin(w.panels, chunk, chunks), end = chunk_begin(w.panels, chunk + 1, chunks);
     Tiles tiles;
     // A block's rows stay in the nearest cache while the chunk's panels pass by, after the first block from the next.
     for (int row = 0, count; row < rows; row += count) {
       count = next_block(w, rows - row);
-      for (int p = chunk * size; p < std::min(w.panels, (chunk + 1) * size); ++p) {
+      for (int p = begin; p < end; ++p) {
         f32v sums[BLOCK];
         block_sums(w, p, x, row, count, tiles, sums);
         for (int r = 0; r < count; ++r) out(row + r, p, sums[r]);
