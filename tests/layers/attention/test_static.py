@@ -1,4 +1,4 @@
-"""The static back end where the reference has no choice to make: bounds of a tier, padding, calls, what a pool holds."""
+"""The static back end where the reference has no choice to make: bounds of a tier, padding, calls, the pool."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Paged attention whose shapes come from the metadata's integers alone: what a captured pass on a GPU needs.
 
-The same meaning as the reference. Nothing here reads a tensor on the host or makes a shape of a tensor's contents: query
-rows are padded to ``max_query_len`` (``block_width``), contexts to ``max_seq_len`` (``max_context_len``), and what is
+The same meaning as the reference. Nothing here reads a tensor on the host or makes a shape of a tensor's contents:
+query rows are padded to ``max_query_len`` (``block_width``), contexts to ``max_seq_len`` (``max_context_len``), and what is
 padding is masked. So it pays for the longest context that a captured pass may have, where the reference pays for the
 real ones; it is for devices that a host read would stall, not for a CPU. Requests are taken a fixed number at a time,
 which bounds the keys and values gathered at once.
@@ -124,7 +124,7 @@ def _context(
 
 
 def _attend(query_RLHD: Tensor, key_RTHD: Tensor, value_RTHD: Tensor, visible_RLT: Tensor, *, scale: float) -> Tensor:
-    """[R, L, Hq, D]. Query heads that share a key head are folded into the query rows; rows that see nothing are any."""
+    """[R, L, Hq, D], as the reference folds heads; a row that sees nothing is anything."""
     requests, rows, heads, head_dim = query_RLHD.shape
     kv_heads = key_RTHD.shape[2]
     share = heads // kv_heads
