@@ -8,7 +8,8 @@ The experts of a rank are stacked in two tensors, and there are two ways to comp
 by expert and each expert with rows does one matmul pair on them; the counts are read on the host. Static: every expert
 held does its pair on all rows and the router's choices are picked from the results, so that no shape depends on the
 routing. That multiplies what no row asked for, but a small pass reads each expert's weights once either way; it is what
-a captured pass on a GPU runs. Padding rows are masked in the routing (-1) where the pass asks for it, and then reach no expert.
+a captured pass on a GPU runs. Padding rows are masked in the routing (-1) where the pass asks for it, and then reach no
+expert.
 
 ``expert_load`` counts rows that this rank's experts computed, by global expert id, since the module was made: over all
 ranks, real tokens * k a pass with expert parallelism and masked padding. Without expert parallelism each rank computes

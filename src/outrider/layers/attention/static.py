@@ -1,10 +1,10 @@
 """Paged attention whose shapes come from the metadata's integers alone: what a captured pass on a GPU needs.
 
 The same meaning as the reference. Nothing here reads a tensor on the host or makes a shape of a tensor's contents:
-query rows are padded to ``max_query_len`` (``block_width``), contexts to ``max_seq_len`` (``max_context_len``), and what is
-padding is masked. So it pays for the longest context that a captured pass may have, where the reference pays for the
-real ones; it is for devices that a host read would stall, not for a CPU. Requests are taken a fixed number at a time,
-which bounds the keys and values gathered at once.
+query rows are padded to ``max_query_len`` (``block_width``), contexts to ``max_seq_len`` (``max_context_len``), and
+what is padding is masked. So it pays for the longest context that a captured pass may have, where the reference pays
+for the real ones; it is for devices that a host read would stall, not for a CPU. Requests are taken a fixed number at
+a time, which bounds the keys and values gathered at once.
 
 A masked position is read at the request's own last one and set to zero: what lies in another request's slots, finite
 or not, never enters the arithmetic.
