@@ -15,6 +15,7 @@ from typing import Literal
 from outrider.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16"]
+DeviceName = Literal["cpu", "cuda"]
 QuantizationName = Literal["none", "int8", "int4"]
 ProposerName = Literal["none", "lookup", "dspark"]
 All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
@@ -164,6 +165,7 @@ class EngineArgs:
     prompt_lookup_max: int = 3
     prompt_lookup_min: int = 1
     draft_self_test: bool = True
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
     attention_backend: str = "auto"
     quantization: Literal["auto", "none", "int8", "int4"] = "none"
     enforce_eager: bool | None = None
@@ -181,6 +183,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         """Rules that need no checkpoint; the rest is checked by ``engine.setup`` before weights load."""
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         _require_choice("quantization", self.quantization, ("auto", "none", "int8", "int4"))
         _require_choice("mask_padded_tokens", self.mask_padded_tokens, ("auto", "on", "off"))
         _require_choice("all2all_backend", self.all2all_backend, ("allgather_reducescatter", "alltoall"))
@@ -245,6 +248,7 @@ class EngineConfig:
     prompt_lookup_max: int
     prompt_lookup_min: int
     draft_self_test: bool
+    device: DeviceName
     attention_backend: str
     quantization: QuantizationName
     enforce_eager: bool  # True: no tiers are captured

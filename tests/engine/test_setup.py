@@ -10,8 +10,9 @@ import pytest
 from tests.fixtures import make_cycle_target, make_moe_drafter, make_moe_target, make_perfect_drafter
 
 from outrider.config import EngineArgs
+from outrider.engine.devices import available_bytes
 from outrider.engine.launch import make_engine
-from outrider.engine.setup import _available_bytes, build_engine, resolve
+from outrider.engine.setup import build_engine, resolve
 from outrider.errors import ConfigError
 
 BYTES_PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values of 4 layers, 2 heads of 16, float32
@@ -64,7 +65,7 @@ def test_the_default_memory_is_not_bounded_by_what_files_keep_cached() -> None:
     """MemAvailable counts the page cache, MemFree does not."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    assert _available_bytes() == pytest.approx(available, rel=0.2)
+    assert available_bytes("cpu", num_ranks=1) == pytest.approx(available, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,33 @@ def test_alltoall_needs_whole_experts() -> None:
         Topology(data_parallel_size=2, tensor_parallel_size=1, enable_expert_parallel=False, all2all_backend="alltoall")
 
 
+@pytest.mark.parametrize("mode", ["slices", "gather"])
+def test_the_static_way_gives_what_the_sorted_way_gives(mode: Mode) -> None:
+    """On each rank's part of the experts; masked rows hold NaN, and there are ids that other ranks hold."""
+    tensors, shape = weights(), topology(2, 2, mode)
+    x_ND = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(5))
+    x_ND[7:] = torch.nan
+    pass_ = ExpertMetadata(
+        dp_rank=0,
+        padded_tokens=(9, 9),
+        num_tokens_non_padded=torch.tensor([7], dtype=torch.int32),
+        mask_padded_tokens=True,
+        captured=True,
+    )
+
+    def work(parallel: ParallelState) -> int:
+        module = make(parallel, tensors)
+        routing = module.experts.placement.localised(module.route(x_ND, pass_))
+        (expected_ND, load), (got_ND, got_load) = (module.experts(x_ND, routing, static=s) for s in (False, True))
+        torch.testing.assert_close(got_ND, expected_ND, rtol=0, atol=1e-5)
+        assert torch.equal(got_load, load)
+        assert torch.equal(got_ND[7:], torch.zeros(2, HIDDEN))
+        return int(load.sum())
+
+    rows = sum(Simulation(shape).run(work))
+    assert rows == 7 * MOE.num_experts_per_tok * (1 if shape.enable_expert_parallel else 4)
+
+
 def test_bf16_rows_and_weights() -> None:
     tensors = weights()
     x_ND = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(3))

@@ -89,7 +89,7 @@ def find(plan: StepPlan, kind: PassKind) -> PassPlan:
 
 
 def builder(rank: int = 0) -> BatchBuilder:
-    return BatchBuilder(rank=rank, kv_block_size=SIZE, max_model_len=MAX_LEN, device=CPU, mask_padded_tokens=True)
+    return BatchBuilder(rank=rank, kv_block_size=SIZE, max_model_len=MAX_LEN, mask_padded_tokens=True)
 
 
 def draft_rows(count: int) -> list[DraftRow]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.runner.test_batch_builder import MAX_LEN, SIZE, decode_plan, draft_rows, find, prefill_plan, verify_rows
 
 import outrider
@@ -49,9 +48,7 @@ def build_all_three(source: str) -> None:
     """Every method of the builder that ``source`` defines."""
     module: dict[str, Any] = {"__name__": batch_builder.__name__}  # dataclasses look their module up by it
     exec(compile(source, "batch_builder_variant", "exec"), module)
-    builder = module["BatchBuilder"](
-        rank=0, kv_block_size=SIZE, max_model_len=MAX_LEN, device=torch.device("cpu"), mask_padded_tokens=True
-    )
+    builder = module["BatchBuilder"](rank=0, kv_block_size=SIZE, max_model_len=MAX_LEN, mask_padded_tokens=True)
     decode = decode_plan([1], tiers=(2,))
     builder.prefill(prefill_plan([2], 1), [PrefillRow(token_ids=[1, 2], start=0, block_ids=[0], samples=True)])
     builder.draft(find(decode, PassKind.DRAFT), draft_rows(1))

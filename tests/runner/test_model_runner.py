@@ -32,7 +32,7 @@ class OneRequest:
             tap_layer_ids=TARGET_LAYER_IDS,
             graphs=EagerRunner(),
         )
-        self.builder = BatchBuilder(rank=0, kv_block_size=16, max_model_len=48, device=CPU, mask_padded_tokens=False)
+        self.builder = BatchBuilder(rank=0, kv_block_size=16, max_model_len=48, mask_padded_tokens=False)
         self.block_ids = [5, 0, 7]
 
     def prefill(self, token_ids: list[int], *, start: int, samples: bool) -> TargetOutput:

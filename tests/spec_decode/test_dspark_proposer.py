@@ -42,9 +42,7 @@ def make_proposer(path: Path, target: ReferenceTarget, gamma: int) -> DSparkProp
         config=drafter.config,
         num_speculative_tokens=gamma,
         kv_caches=allocate_kv(drafter.config.decoder, layout, dtype="float32", device=CPU),
-        builder=BatchBuilder(
-            rank=0, kv_block_size=16, max_model_len=NUM_BLOCKS * 16, device=CPU, mask_padded_tokens=False
-        ),
+        builder=BatchBuilder(rank=0, kv_block_size=16, max_model_len=NUM_BLOCKS * 16, mask_padded_tokens=False),
         graphs=EagerRunner(),
     )
 

@@ -44,7 +44,9 @@ class Contenders:
                     f"nnodes={args.nnodes}: bench starts several engines, so its ranks are of one machine"
                 )
             return cls(args=args, config=config, target=None, tokenizer=resolved.model.load_tokenizer())
-        target = load_model(config.model, dtype=config.dtype, attention_backend=config.attention_backend)
+        target = load_model(
+            config.model, dtype=config.dtype, device=config.device, attention_backend=config.attention_backend
+        )
         return cls(args=args, config=config, target=target, tokenizer=target.tokenizer)
 
     @property

@@ -45,6 +45,8 @@ def kernels_command(
     config = resolved.config
     if resolved.topology.world_size > 1:
         raise ConfigError(f"bench kernels times one rank; there are {resolved.topology.world_size}")
+    if config.device != "cpu":
+        raise ConfigError(f"bench kernels times passes on the CPU; device={config.device!r}")
     if context + rows_per_request > config.max_model_len:
         raise ConfigError(
             f"context={context} and rows_per_request={rows_per_request} exceed max_model_len={config.max_model_len}"

@@ -45,6 +45,7 @@ def settings(
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "kv_block_size": config.kv_block_size,
         "enable_prefix_caching": config.enable_prefix_caching,
+        "device": config.device,
         "attention_backend": config.attention_backend,
         "quantization": config.quantization,
         "threads": torch.get_num_threads(),

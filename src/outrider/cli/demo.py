@@ -57,7 +57,12 @@ def demo_command(
             f"data_parallel_size={engine_args.data_parallel_size} and tensor_parallel_size="
             f"{engine_args.tensor_parallel_size}: the demo compares engines of one rank; see bench for more"
         )
-    target = load_model(engine_args.model, dtype=resolved.config.dtype)
+    target = load_model(
+        engine_args.model,
+        dtype=resolved.config.dtype,
+        device=resolved.config.device,
+        attention_backend=resolved.config.attention_backend,
+    )
     runs = []
     for draft in dict.fromkeys((engine_args.draft, "none", "lookup")):
         first = draft == engine_args.draft

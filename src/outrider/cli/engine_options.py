@@ -36,7 +36,9 @@ HELP: dict[str, str] = {
     "prompt_lookup_max": "Longest run of tokens that prompt lookup searches for.",
     "prompt_lookup_min": "Shortest run of tokens that prompt lookup searches for.",
     "draft_self_test": "Hold the drafter against the figure stored beside it when it is loaded.",
-    "attention_backend": "Attention implementation.",
+    "device": "cpu, cuda, or auto (a CUDA device where there is one).",
+    "attention_backend": "Attention implementation: auto (the device's), reference, or static (shapes that a GPU can "
+    "capture).",
     "quantization": "Weights of compiled CPU passes: none (torch), int8, int4, or auto (the best that loses nothing).",
     "enforce_eager": "Capture no tiers; by default so on a CPU, where they only pad, and not on accelerators.",
     "mask_padded_tokens": "Keep padding rows from experts: auto (with expert parallelism over ranks), on or off.",

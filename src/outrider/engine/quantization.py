@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.config import DTypeName, EngineArgs, ModelConfig, QuantizationName
+from outrider.config import DeviceName, DTypeName, EngineArgs, ModelConfig, QuantizationName
 from outrider.errors import ConfigError
 from outrider.logger import get_logger
 from outrider.models.decoder import Decoder
@@ -24,12 +24,16 @@ from outrider.ops.native_kernels import Kernels, load_kernels
 logger = get_logger(__name__)
 
 
-def resolve_quantization(args: EngineArgs, model: ModelDescription) -> QuantizationName:
+def resolve_quantization(args: EngineArgs, model: ModelDescription, *, device: DeviceName) -> QuantizationName:
     """Raises ConfigError for a quantization that cannot run here; ``auto`` is then ``none``."""
     if args.quantization == "none":
         return "none"
     wanted: QuantizationName = model.quantization if args.quantization == "auto" else args.quantization
     try:
+        if device != "cpu":
+            raise ConfigError(
+                f"quantization={wanted!r} runs compiled CPU passes; it needs device='cpu', not {device!r}"
+            )
         if args.tensor_parallel_size > 1:
             raise ConfigError(
                 f"quantization={wanted!r} shares no layer between ranks; it needs tensor_parallel_size=1, not "

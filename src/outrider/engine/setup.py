@@ -7,7 +7,6 @@ weights to learn of it.
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 
 from outrider.batch.tiers import capture_sizes
-from outrider.config import DrafterConfig, DTypeName, EngineArgs, EngineConfig, ModelConfig, ProposerName
+from outrider.config import DeviceName, DrafterConfig, DTypeName, EngineArgs, EngineConfig, ModelConfig, ProposerName
 from outrider.engine.agreement import StepAgreement
 from outrider.engine.capture import capture_tiers
+from outrider.engine.devices import available_bytes, device_of_rank, ranks_of_machine, resolve_device
 from outrider.engine.engine_core import EngineCore
 from outrider.engine.quantization import default_kv_dtype, quantised_drafter, quantised_target, resolve_quantization
 from outrider.engine.self_test import run_self_test
@@ -41,6 +41,7 @@ from outrider.models.source import LoadedModel, load_model
 from outrider.parallel.state import ParallelState
 from outrider.parallel.topology import Topology
 from outrider.runner.batch_builder import BatchBuilder
+from outrider.runner.cuda_graph_runner import CudaGraphRunner
 from outrider.runner.graph_runner import EagerRunner, GraphRunner, StaticRunner
 from outrider.runner.kv_memory import KVLayout, allocate_kv, kv_bytes_per_token, plan_kv_memory
 from outrider.runner.model_runner import ModelRunner
@@ -52,7 +53,6 @@ logger = get_logger(__name__)
 
 DEFAULT_KV_CACHE_BYTES = 2 * 2**30
 LOOKUP_NUM_SPECULATIVE_TOKENS = 5
-DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,15 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     wanted_len = args.max_model_len if args.max_model_len is not None else limit
     if wanted_len > limit:
         raise ConfigError(f"max_model_len={wanted_len} exceeds the model's max_position_embeddings={limit}")
-    get_attention_backend(args.attention_backend)
-    quantization = resolve_quantization(args, model)
+    device = resolve_device(args)
+    enforce_eager = _enforce_eager(args, device)
+    get_attention_backend(args.attention_backend, device=device)
+    if device == "cuda" and args.attention_backend == "reference" and not enforce_eager:
+        raise ConfigError(
+            "attention_backend='reference' reads lengths on the host, which no CUDA graph can record: it needs "
+            "enforce_eager on device='cuda'"
+        )
+    quantization = resolve_quantization(args, model, device=device)
     path, drafters = _choose_drafter(args, model)
     for drafter in drafters:
         topology.check_drafter(drafter)
@@ -102,7 +109,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     drafter_bytes = sum(kv_bytes_per_token(drafter.decoder, drafter_kv_dtype) for drafter in drafters)
     longest = -(-wanted_len // args.kv_block_size) * args.kv_block_size  # slots: whole blocks
     layout = plan_kv_memory(
-        budget_bytes=_kv_budget(args, (target_bytes + drafter_bytes) * args.max_num_seqs * longest),
+        budget_bytes=_kv_budget(args, device, (target_bytes + drafter_bytes) * args.max_num_seqs * longest),
         kv_block_size=args.kv_block_size,
         target_bytes_per_token=target_bytes,
         drafter_bytes_per_token=drafter_bytes,
@@ -128,9 +135,10 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         prompt_lookup_max=args.prompt_lookup_max,
         prompt_lookup_min=args.prompt_lookup_min,
         draft_self_test=args.draft_self_test,
+        device=device,
         attention_backend=args.attention_backend,
         quantization=quantization,
-        enforce_eager=_enforce_eager(args, DEVICE),
+        enforce_eager=enforce_eager,
         mask_padded_tokens=_mask_padded_tokens(args, topology),
     )
     _new_scheduler(config)  # its rules are checked before weights load, too
@@ -178,7 +186,8 @@ def build_engine(
     if parallel is None:
         parallel = ParallelState.single(resolved.topology)
     assert resolved.topology == parallel.topology, (resolved.topology, parallel.topology)
-    config, device = resolved.config, DEVICE
+    config = resolved.config
+    device = device_of_rank(args, config.device, parallel.rank)
     loaded = target or load_model(
         config.model,
         parallel=parallel,
@@ -190,10 +199,10 @@ def build_engine(
         rank=parallel.attn_dp.rank,
         kv_block_size=config.kv_block_size,
         max_model_len=config.max_model_len,
-        device=device,
         mask_padded_tokens=config.mask_padded_tokens,
+        pin_memory=device.type == "cuda",
     )
-    graphs: GraphRunner = EagerRunner() if config.enforce_eager else StaticRunner(capture_sizes(config.max_num_seqs))
+    graphs = _new_graph_runner(config, device)
     logger.info(resolved.layout.describe())
     proposer, drafters = _build_proposer(resolved, loaded, builder, graphs, device, parallel)
     target_model = quantised_target(loaded.model, config.quantization)
@@ -296,9 +305,16 @@ def _build_proposer(
     return proposer, (drafter,)
 
 
-def _enforce_eager(args: EngineArgs, device: torch.device) -> bool:
+def _enforce_eager(args: EngineArgs, device: DeviceName) -> bool:
     """Asked for, or: captured on accelerators, eager on a CPU, where tiers only pad."""
-    return device.type == "cpu" if args.enforce_eager is None else args.enforce_eager
+    return device == "cpu" if args.enforce_eager is None else args.enforce_eager
+
+
+def _new_graph_runner(config: EngineConfig, device: torch.device) -> GraphRunner:
+    if config.enforce_eager:
+        return EagerRunner(device)
+    tiers = capture_sizes(config.max_num_seqs)
+    return CudaGraphRunner(tiers, device=device) if device.type == "cuda" else StaticRunner(tiers)
 
 
 def _mask_padded_tokens(args: EngineArgs, topology: Topology) -> bool:
@@ -346,18 +362,9 @@ def _fitting_len(args: EngineArgs, wanted_len: int, layout: KVLayout) -> int:
     return capacity
 
 
-def _kv_budget(args: EngineArgs, largest_need: int) -> int:
+def _kv_budget(args: EngineArgs, device: DeviceName, largest_need: int) -> int:
     """Bytes for one rank: asked for, or 2 GiB, but at most twice its need and its share of half of what is free."""
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
-    local_ranks = args.world_size // args.nnodes
-    return max(min(DEFAULT_KV_CACHE_BYTES, _available_bytes() // (2 * local_ranks), 2 * largest_need), 1)
-
-
-def _available_bytes() -> int:
-    """Memory to be had without swapping. What files keep cached counts, since the kernel gives it up."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: all there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = available_bytes(device, num_ranks=ranks_of_machine(args))
+    return max(min(DEFAULT_KV_CACHE_BYTES, available // 2, 2 * largest_need), 1)

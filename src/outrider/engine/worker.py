@@ -20,7 +20,10 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from typing import Any, NoReturn
 
+import torch
+
 from outrider.config import EngineArgs
+from outrider.engine.devices import device_of_rank, resolve_device
 from outrider.engine.messages import Died, Hello, Outputs, Ready, Start
 from outrider.engine.rank_loop import Inbox, RankLoop
 from outrider.engine.setup import topology_of
@@ -85,10 +88,13 @@ def run_rank(order: RankOrder) -> int:
 
 def _serve(rank: int, start: Start, connection: Connection, inbox: Inbox) -> None:
     topology = topology_of(start.args)
+    device = device_of_rank(start.args, resolve_device(start.args), rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL, which takes the current one
     parallel = init_parallel(
         topology,
         rank,
-        backend="gloo",
+        backend="gloo" if device.type == "cpu" else "nccl",
         init_method=f"tcp://{start.store_host}:{start.store_port}",
         timeout=timedelta(seconds=start.args.distributed_timeout_seconds),
     )

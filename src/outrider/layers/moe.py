@@ -4,9 +4,12 @@ The router's matmul runs in the weights' dtype, softmax and top-k in fp32, and t
 published for Mixtral; Qwen3's reference code rounds them to the model's dtype, a last-bit difference below fp32). With
 ``norm_topk_prob`` the chosen weights are divided by their sum.
 
-The experts of a rank are stacked in two tensors. Rows are sorted by expert and each expert with rows does one matmul
-pair; the counts are read on the host, so this computation cannot be part of a CUDA graph. Padding rows are masked in
-the routing (-1) where the pass asks for it, and then reach no expert.
+The experts of a rank are stacked in two tensors, and there are two ways to compute with them. Sorted: rows are sorted
+by expert and each expert with rows does one matmul pair on them; the counts are read on the host. Static: every expert
+held does its pair on all rows and the router's choices are picked from the results, so that no shape depends on the
+routing. That multiplies what no row asked for, but a small pass reads each expert's weights once either way; it is what
+a captured pass on a GPU runs. Padding rows are masked in the routing (-1) where the pass asks for it, and then reach no
+expert.
 
 ``expert_load`` counts rows that this rank's experts computed, by global expert id, since the module was made: over all
 ranks, real tokens * k a pass with expert parallelism and masked padding. Without expert parallelism each rank computes
@@ -75,8 +78,14 @@ class StackedExperts(nn.Module):
         rows = slice(index * inner, (index + 1) * inner)
         return CheckpointView(tensor=parameter[local_expert, rows], shape=shape, part=(columns,))
 
-    def forward(self, x_MD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    def forward(self, x_MD: Tensor, routing: Routing, *, static: bool) -> tuple[Tensor, Tensor]:
         """This rank's part of the weighted sum, [M, D], and how many rows each expert here computed, int64 [E]."""
+        mixed_MkD, counts_E = self._static(x_MD, routing) if static else self._sorted(x_MD, routing)
+        # One place for each pair, summed in the router's order: no order of adding to depend on.
+        return mixed_MkD.sum(dim=1).to(x_MD.dtype), counts_E
+
+    def _sorted(self, x_MD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Weighted outputs, fp32 [M, k, D], and counts [E]; reads the counts on the host."""
         top_k = routing.expert_ids_Nk.shape[1]
         ids_P = routing.expert_ids_Nk.flatten().long()
         counts = torch.bincount(ids_P + 1, minlength=self.placement.num_local_experts + 1)
@@ -89,10 +98,20 @@ class StackedExperts(nn.Module):
             if count:
                 outputs.append(self._swiglu(expert, rows[start : start + count]))
                 start += count
-        # One place for each pair, summed in the router's order: no order of adding to depend on.
         places = x_MD.new_zeros(ids_P.shape[0], x_MD.shape[1], dtype=torch.float32)
         places[pairs_P] = torch.cat(outputs).float() * routing.weights_Nk.flatten()[pairs_P, None]
-        return places.view(x_MD.shape[0], top_k, x_MD.shape[1]).sum(dim=1).to(x_MD.dtype), counts[1:]
+        return places.view(x_MD.shape[0], top_k, x_MD.shape[1]), counts[1:]
+
+    def _static(self, x_MD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """As ``_sorted``, in shapes that do not depend on the routing."""
+        places_MkD = x_MD.new_zeros(*routing.expert_ids_Nk.shape, x_MD.shape[1], dtype=torch.float32)
+        counts = []
+        for expert in range(self.placement.num_local_experts):
+            chosen_Mk = routing.expert_ids_Nk == expert
+            counts.append(chosen_Mk.sum())
+            weighted_MkD = self._swiglu(expert, x_MD).float()[:, None] * routing.weights_Nk[:, :, None]
+            places_MkD = torch.where(chosen_Mk[:, :, None], weighted_MkD, places_MkD)
+        return places_MkD, torch.stack(counts)
 
     def _swiglu(self, expert: int, x_ND: Tensor) -> Tensor:
         gate_NI, up_NI = F.linear(x_ND, self.gate_up_proj[expert]).chunk(2, dim=-1)
@@ -124,7 +143,8 @@ class SparseMoE(nn.Module):
 
     def forward(self, x_ND: Tensor, experts: ExpertMetadata) -> Tensor:
         dispatcher = self._captured if experts.captured else self._eager
-        return dispatcher.run(x_ND, self.route(x_ND, experts), experts, self._share)
+        share = self._static_share if experts.captured and x_ND.device.type == "cuda" else self._sorted_share
+        return dispatcher.run(x_ND, self.route(x_ND, experts), experts, share)
 
     def route(self, x_ND: Tensor, experts: ExpertMetadata) -> Routing:
         """The k experts of every row and their weights; padding rows go nowhere where the pass masks them."""
@@ -138,9 +158,15 @@ class SparseMoE(nn.Module):
             ids_Nk = ids_Nk.masked_fill(padding_N[:, None], -1)
         return Routing(ids_Nk, weights_Nk)
 
-    def _share(self, x_MD: Tensor, routing: Routing) -> Tensor:
+    def _sorted_share(self, x_MD: Tensor, routing: Routing) -> Tensor:
+        return self._share(x_MD, routing, static=False)
+
+    def _static_share(self, x_MD: Tensor, routing: Routing) -> Tensor:
+        return self._share(x_MD, routing, static=True)
+
+    def _share(self, x_MD: Tensor, routing: Routing, *, static: bool) -> Tensor:
         placement = self.experts.placement
-        mixed_MD, counts_E = self.experts(x_MD, routing)
+        mixed_MD, counts_E = self.experts(x_MD, routing, static=static)
         self.expert_load[placement.first_expert : placement.first_expert + placement.num_local_experts] += counts_E
         out_MD: Tensor = mixed_MD
         return out_MD

@@ -138,7 +138,7 @@ def load_drafter(
         embedding_VD=embed_weight,
         lm_head_VD=head_VD,
         draft_to_target_V=draft_to_target_V,
-        backend=get_attention_backend(attention_backend),
+        backend=get_attention_backend(attention_backend, device=device),
         parallel=parallel,
         dtype=TORCH_DTYPES[dtype],
         device=device,

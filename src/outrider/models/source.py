@@ -63,7 +63,7 @@ def load_model(
     attention_backend: str = "auto",
 ) -> LoadedModel:
     """Resolve, check and load a target model (the part that this rank holds) and its tokenizer."""
-    backend = get_attention_backend(attention_backend)
+    backend = get_attention_backend(attention_backend, device=device)
     path = resolve_model(name_or_path)
     if path.is_dir():
         config, tokenizer, model = _load_directory(path, parallel, dtype, device, backend)

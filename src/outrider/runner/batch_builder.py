@@ -6,6 +6,9 @@ padding requests own no rows and see no context.
 
 In a tier nothing but tensor contents may differ between batches: block tables have the width that the longest context
 needs, and the integers of the metadata are bounds of the tier (the pass's width, the context limit), not of the rows.
+
+Every tensor is made on the host, pinned where passes run on a CUDA device: a batch is checked without waiting for the
+device, and the graph runner copies its inputs there.
 """
 
 from __future__ import annotations
@@ -55,14 +58,14 @@ class VerifyRow:
 
 class BatchBuilder:
     def __init__(
-        self, *, rank: int, kv_block_size: int, max_model_len: int, device: torch.device, mask_padded_tokens: bool
+        self, *, rank: int, kv_block_size: int, max_model_len: int, mask_padded_tokens: bool, pin_memory: bool = False
     ) -> None:
         """rank: the data-parallel one, of a plan's tuples."""
         self._rank = rank
         self._kv_block_size = kv_block_size
         self._max_model_len = max_model_len
-        self._device = device
         self._mask_padded_tokens = mask_padded_tokens
+        self._pin_memory = pin_memory
 
     def prefill(self, plan: PassPlan, rows: Sequence[PrefillRow]) -> PrefillBatch:
         lengths = [len(row.token_ids) for row in rows]
@@ -177,10 +180,10 @@ class BatchBuilder:
         width = max(used, default=0)
         filled = [list(table[:n]) + [0] * (width - n) for table, n in zip(tables, used, strict=False)]
         filled += [[0] * width] * (padded - len(filled))
-        tables_RB = torch.tensor(filled, dtype=torch.int32, device=self._device).view(padded, width)
-        if not static:
-            return tables_RB
-        return F.pad(tables_RB, (0, -(-self._max_model_len // self._kv_block_size) - width))
+        tables_RB = torch.tensor(filled, dtype=torch.int32).view(padded, width)
+        if static:
+            tables_RB = F.pad(tables_RB, (0, -(-self._max_model_len // self._kv_block_size) - width))
+        return self._on_host(tables_RB)
 
     def _experts(self, plan: PassPlan, tokens: TokenCount) -> ExpertMetadata:
         return ExpertMetadata(
@@ -192,7 +195,10 @@ class BatchBuilder:
         )
 
     def _int32(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
+        return self._on_host(torch.tensor(values, dtype=torch.int32))
 
     def _int64(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return self._on_host(torch.tensor(values, dtype=torch.int64))
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self._pin_memory else tensor

@@ -6,8 +6,9 @@ inputs and its forward. Without a tier every runner just runs. A tier that was n
 eager on one rank alone would hang the others.
 
 ``StaticRunner`` is what a captured runner is without a graph: it owns the static buffers, refreshes and checks them,
-and then runs the forward on them. It is the CPU's runner; a graph of recorded kernels needs an attention back end that
-reads lengths on the device, and the torch reference reads them on the host.
+and then runs the forward on them. It is the CPU's runner; ``runner.cuda_graph_runner`` replays recorded kernels.
+
+Every runner takes inputs that lie on the host and runs the forward on ``device``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
+import torch
+
 from outrider.batch.counts import PaddedTokenCount, RequestCount
 from outrider.batch.forward_batch import PassInputs
 from outrider.batch.step_plan import EAGER, PassKind, PassPlan
-from outrider.runner.static_inputs import StaticInputs
+from outrider.runner.static_inputs import StaticInputs, on_device
 
 P = TypeVar("P", bound=PassInputs)
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,7 @@ class GraphRunner(Protocol):
 
     @property
     def static_bytes(self) -> int:
-        """What the static buffers of all captured keys take."""
+        """What the static buffers of all captured keys take, and the graphs themselves."""
         ...
 
     @property
@@ -70,7 +74,9 @@ class GraphRunner(Protocol):
 
     def capture(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> None: ...
 
-    def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T: ...
+    def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T:
+        """What ``forward`` gives; of a captured key valid until the key is run again, which may overwrite it."""
+        ...
 
 
 class EagerRunner:
@@ -82,12 +88,15 @@ class EagerRunner:
     static_bytes = 0
     num_replays = 0
 
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
+
     def capture(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> None:
         raise AssertionError(f"{key} was to be captured by a runner that captures nothing")
 
     def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T:
         assert key.requests.value == EAGER, f"{key} asks for a captured graph; this runner has none"
-        return forward(inputs)
+        return forward(on_device(inputs, self._device))
 
 
 class StaticRunner:
@@ -95,8 +104,9 @@ class StaticRunner:
 
     capable = True
 
-    def __init__(self, tiers: Sequence[int]) -> None:
+    def __init__(self, tiers: Sequence[int], *, device: torch.device = CPU) -> None:
         self.tiers = tuple(tiers)
+        self._device = device
         self.num_replays = 0
         self._static: dict[GraphKey, StaticInputs] = {}
 
@@ -112,13 +122,13 @@ class StaticRunner:
         """Register every tensor of ``inputs`` and run once on them."""
         assert key.requests.value in self.tiers, f"{key} is of no tier in {self.tiers}"
         assert key not in self._static, f"{key} is captured already"
-        static = StaticInputs(inputs)
+        static = StaticInputs(inputs, device=self._device)
         forward(static.refresh(inputs))
         self._static[key] = static
 
     def run(self, key: GraphKey, inputs: P, forward: Callable[[P], T]) -> T:
         if key.requests.value == EAGER:
-            return forward(inputs)
+            return forward(on_device(inputs, self._device))
         assert key in self._static, f"{key} was not captured"
         self.num_replays += 1
         return forward(self._static[key].refresh(inputs))

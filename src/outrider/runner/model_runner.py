@@ -60,23 +60,25 @@ class ModelRunner:
         if not (real or self._target.crosses_dp_ranks):
             return self._no_rows(batch)
         output = self._graphs.run(GraphKey.of(batch.plan, batch.rank), batch.inputs, self._forward)
+        device = output.hidden_ND.device
         match batch:
             case PrefillBatch():
-                hidden_KD = output.hidden_ND[batch.logit_rows_K]
+                hidden_KD = output.hidden_ND[batch.logit_rows_K.to(device, non_blocking=True)]
             case VerifyBatch():
                 hidden_KD = output.hidden_ND[:real]
             case _:
                 assert_never(batch)
         logits_KV = self._target.compute_logits(hidden_KD)
         finite_K = logits_KV.sum(dim=-1).isfinite()
-        if not bool(finite_K.all()):
+        finite = tuple(finite_K.tolist())
+        if not all(finite):
             logits_KV = torch.where(finite_K[:, None], logits_KV, 0.0)
         return TargetOutput(
             logits_KV=logits_KV,
-            finite_K=tuple(finite_K.tolist()),
+            finite_K=finite,
             taps_NF=output.taps_NF[:real],
-            positions_N=batch.positions_N[:real],
-            slots_N=batch.metadata.slot_mapping_N[:real],
+            positions_N=batch.positions_N[:real].to(device, non_blocking=True),
+            slots_N=batch.metadata.slot_mapping_N[:real].to(device, non_blocking=True),
         )
 
     def _forward(self, inputs: TargetInputs) -> DecoderOutput:

@@ -4,6 +4,8 @@ The names come from walking the inputs' fields, nested ones included, so a tenso
 without anybody remembering it. Contract of ``refresh``: afterwards every buffer holds the step's contents; a tensor
 that is missing, unexpected or of another shape or type, and an integer of the metadata that differs from the captured
 one, raise before anything is written. Worst fault guarded against: replaying over last step's contents.
+
+Batches lie on the host and buffers on the device that passes run on; copies from pinned memory do not wait for it.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ D = TypeVar("D", bound="DataclassInstance")
 
 
 class StaticInputs:
-    def __init__(self, inputs: PassInputs) -> None:
-        """Registers the tensors of ``inputs``, whose contents are copied, and its constants."""
+    def __init__(self, inputs: PassInputs, *, device: torch.device | str = "cpu") -> None:
+        """Registers the tensors of ``inputs``, whose contents are copied to ``device``, and its constants."""
         tensors, constants = flatten(inputs)
         self._class = type(inputs)
         self._constants = constants
-        self._buffers = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._buffers = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +44,7 @@ class StaticInputs:
         tensors, constants = flatten(inputs)
         self._check(tensors, constants)
         for name, buffer in self._buffers.items():
-            buffer.copy_(tensors[name])
+            buffer.copy_(tensors[name], non_blocking=True)
         return _rebuilt(inputs, self._buffers)
 
     def _check(self, tensors: Mapping[str, Tensor], constants: Mapping[str, object]) -> None:
@@ -73,6 +75,13 @@ def flatten(inputs: DataclassInstance, prefix: str = "") -> tuple[dict[str, Tens
     return tensors, constants
 
 
+def on_device(inputs: P, device: torch.device) -> P:
+    """``inputs`` with its tensors on ``device``; itself where they are there by nature."""
+    if device.type == "cpu":
+        return inputs
+    return _rebuilt(inputs, {name: x.to(device, non_blocking=True) for name, x in flatten(inputs)[0].items()})
+
+
 def _rebuilt(inputs: D, buffers: Mapping[str, Tensor], prefix: str = "") -> D:
     """``inputs`` with every tensor replaced by the buffer of its name."""
     changes: dict[str, Any] = {}
@@ -85,5 +94,5 @@ def _rebuilt(inputs: D, buffers: Mapping[str, Tensor], prefix: str = "") -> D:
     return replace(inputs, **changes)
 
 
-def _signature(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _signature(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

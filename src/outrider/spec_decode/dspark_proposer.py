@@ -75,7 +75,7 @@ class DSparkProposer:
             drafter=self._drafter,
             base_logits_RGV=base_logits.view(*used_RGD.shape[:2], -1),
             hidden_RGD=used_RGD,
-            anchor_ids_R=batch.anchor_ids_R[: len(requests)],
+            anchor_ids_R=batch.anchor_ids_R[: len(requests)].to(hidden_RGD.device, non_blocking=True),
             rows=[r.row for r in requests],
             num_drafts_R=[r.num_drafts for r in requests],
             confidence=self._config.enable_confidence_head,

@@ -1,4 +1,4 @@
-"""The reference back end against attention written out as one dense masked softmax per request."""
+"""Every torch back end against attention written out as one dense masked softmax per request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
+from outrider.layers.attention.interface import AttentionBackend, BlockMetadata, CausalMetadata, LayerKV
 from outrider.layers.attention.reference import ReferenceAttention
 from outrider.layers.attention.registry import get_attention_backend
+from outrider.layers.attention.static import StaticAttention
 
 HEADS, KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, NUM_BLOCKS = 6, 2, 8, 4, 700
 SCALE = 0.3
+
+
+@pytest.fixture(params=["reference", "static"])
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return get_attention_backend(request.param)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -91,30 +97,30 @@ def causal_case(
         ([], []),
     ],
 )
-def test_causal_ragged_batches(query_lens: list[int], seq_lens: list[int]) -> None:
+def test_causal_ragged_batches(query_lens: list[int], seq_lens: list[int], backend: AttentionBackend) -> None:
     query, kv, metadata, expected = causal_case(query_lens, seq_lens)
-    out = ReferenceAttention().causal(query, kv, metadata, scale=SCALE)
+    out = backend.causal(query, kv, metadata, scale=SCALE)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_causal_bf16() -> None:
+def test_causal_bf16(backend: AttentionBackend) -> None:
     query, kv, metadata, expected = causal_case([4, 1], [20, 9], torch.bfloat16)
-    out = ReferenceAttention().causal(query, kv, metadata, scale=SCALE)
+    out = backend.causal(query, kv, metadata, scale=SCALE)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_causal_padding_rows_are_zero() -> None:
+def test_causal_padding_rows_are_zero(backend: AttentionBackend) -> None:
     query, kv, metadata, expected = causal_case([3], [7])
     padded = torch.cat((query, torch.full((2, HEADS, HEAD_DIM), torch.nan)))
-    out = ReferenceAttention().causal(padded, kv, metadata, scale=SCALE)
+    out = backend.causal(padded, kv, metadata, scale=SCALE)
     torch.testing.assert_close(out[:3], expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(out[3:], torch.zeros(2, HEADS, HEAD_DIM))
 
 
-def test_causal_rows_do_not_depend_on_the_other_requests() -> None:
+def test_causal_rows_do_not_depend_on_the_other_requests(backend: AttentionBackend) -> None:
     query, kv, metadata, _ = causal_case([5, 1, 3], [5, 30, 33])
-    together = ReferenceAttention().causal(query, kv, metadata, scale=SCALE)
+    together = backend.causal(query, kv, metadata, scale=SCALE)
     alone_metadata = replace(
         metadata,
         query_start_loc_R1=torch.tensor([0, 3], dtype=torch.int32),
@@ -122,21 +128,20 @@ def test_causal_rows_do_not_depend_on_the_other_requests() -> None:
         block_tables_RB=metadata.block_tables_RB[2:],
         slot_mapping_N=metadata.slot_mapping_N[6:],
     )
-    alone = ReferenceAttention().causal(query[6:], kv, alone_metadata, scale=SCALE)
+    alone = backend.causal(query[6:], kv, alone_metadata, scale=SCALE)
     torch.testing.assert_close(together[6:], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_one_request_full_of_nan_leaves_the_others_alone() -> None:
+def test_one_request_full_of_nan_leaves_the_others_alone(backend: AttentionBackend) -> None:
     query, kv, metadata, expected = causal_case([1, 1], [13, 15])
     kv.key_SHD[slots_of(metadata.block_tables_RB[0], 13)] = torch.nan
-    out = ReferenceAttention().causal(query, kv, metadata, scale=SCALE)
+    out = backend.causal(query, kv, metadata, scale=SCALE)
     torch.testing.assert_close(out[1:], expected[1:], rtol=1e-5, atol=1e-5)
 
 
-def test_metadata_refreshed_in_place_is_noticed() -> None:
+def test_metadata_refreshed_in_place_is_noticed(backend: AttentionBackend) -> None:
     """A captured runner keeps one metadata object and rewrites its tensors."""
     query, kv, metadata, expected = causal_case([1, 1], [6, 11])
-    backend = ReferenceAttention()
     swapped = replace(
         metadata,
         seq_lens_R=metadata.seq_lens_R.flip(0).clone(),
@@ -154,11 +159,11 @@ def test_metadata_refreshed_in_place_is_noticed() -> None:
     torch.testing.assert_close(backend.causal(query, kv, swapped, scale=SCALE), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_write_kv_skips_padding_rows() -> None:
+def test_write_kv_skips_padding_rows(backend: AttentionBackend) -> None:
     kv = LayerKV(torch.zeros(8, KV_HEADS, HEAD_DIM), torch.zeros(8, KV_HEADS, HEAD_DIM))
     key, value = random(4, KV_HEADS, HEAD_DIM, seed=1), random(4, KV_HEADS, HEAD_DIM, seed=2)
     slots = torch.tensor([5, -1, 0, -1])
-    ReferenceAttention().write_kv(kv, key_NHD=key, value_NHD=value, slot_mapping_N=slots)
+    backend.write_kv(kv, key_NHD=key, value_NHD=value, slot_mapping_N=slots)
     expected_key, expected_value = torch.zeros_like(kv.key_SHD), torch.zeros_like(kv.value_SHD)
     expected_key[5], expected_key[0], expected_value[5], expected_value[0] = key[0], key[2], value[0], value[2]
     assert torch.equal(kv.key_SHD, expected_key)
@@ -198,16 +203,15 @@ def block_case(contexts: list[int], width: int) -> tuple[Tensor, Tensor, Tensor,
 
 
 @pytest.mark.parametrize(("contexts", "width"), [([7], 1), ([0], 5), ([16, 0, 3, 40], 4), ([33, 34, 35], 7), ([], 3)])
-def test_block_sees_its_context_and_all_of_itself(contexts: list[int], width: int) -> None:
+def test_block_sees_its_context_and_all_of_itself(contexts: list[int], width: int, backend: AttentionBackend) -> None:
     query, key, value, kv, metadata, expected = block_case(contexts, width)
-    out = ReferenceAttention().block(query, kv, metadata, key_NHD=key, value_NHD=value, scale=SCALE)
+    out = backend.block(query, kv, metadata, key_NHD=key, value_NHD=value, scale=SCALE)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_block_leaves_the_pool_untouched_and_serves_both_kinds_of_pass() -> None:
+def test_block_leaves_the_pool_untouched_and_serves_both_kinds_of_pass(backend: AttentionBackend) -> None:
     query, key, value, kv, metadata, expected = block_case([9, 4], 3)
     before = kv.key_SHD.clone()
-    backend = ReferenceAttention()
     causal_query, causal_kv, causal_metadata, causal_expected = causal_case([1, 2], [9, 4])
     for _ in range(2):  # the plan of one kind must not be taken for the other's
         out = backend.block(query, kv, metadata, key_NHD=key, value_NHD=value, scale=SCALE)
@@ -219,6 +223,8 @@ def test_block_leaves_the_pool_untouched_and_serves_both_kinds_of_pass() -> None
 
 def test_registry_names() -> None:
     assert isinstance(get_attention_backend("auto"), ReferenceAttention)
-    assert isinstance(get_attention_backend("reference"), ReferenceAttention)
-    with pytest.raises(ConfigError, match=r"'flash'.*auto, reference"):
+    assert isinstance(get_attention_backend("auto", device="cuda"), StaticAttention)
+    assert isinstance(get_attention_backend("reference", device="cuda"), ReferenceAttention)
+    assert isinstance(get_attention_backend("static"), StaticAttention)
+    with pytest.raises(ConfigError, match=r"'flash'.*auto, reference, static"):
         get_attention_backend("flash")
