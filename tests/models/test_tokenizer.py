@@ -114,7 +114,7 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}{{ bos_token }}>{% endif %}",
     "json": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ '<&é' | tojson }}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ eos_token }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}{{ eos_token }}",
     "absent": "{{ messages[0].name is defined }}{{ tools is none }}{{ documents }}{{ pad_token }}{{ unk_token }}",
     "dict": "{{ dict(a=1)['a'] }}{{ range(3) | list }}{{ strftime_now('%') }}",
 }

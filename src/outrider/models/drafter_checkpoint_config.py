@@ -150,7 +150,7 @@ def _decoder(fields: _Fields) -> ModelConfig:
         raise ConfigError(
             f"model_type={model_type!r} of the draft layers is not supported; supported: {', '.join(_LAYER_TYPES)}"
         )
-    if fields.source_format == "speculators" and not (model_type in _DENSE and _WITH_DEFAULTS <= shape.keys()):
+    if fields.source_format == "speculators" and not (model_type in _DENSE and shape.keys() >= _WITH_DEFAULTS):
         shape = _with_class_defaults(shape)
     # Only the layers' kind matters: drafters are named after themselves, or generically.
     decoder = from_hf({**shape, "architectures": [SUPPORTED_MODEL_TYPES[model_type]]})
