@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from transformers import Qwen3Config
 
 from outrider.config import DrafterConfig, RopeConfig
 from outrider.errors import CheckpointError
+from outrider.models import drafter_checkpoint_config
 from outrider.models.drafter_checkpoint_config import DrafterFormat, drafter_config_to_json, read_drafter_config
 
 FORMATS: tuple[DrafterFormat, ...] = ("deepspec", "speculators", "specforge")
@@ -195,3 +200,15 @@ def test_arbitrary_damage_to_speculators_configs(key: str, value: Any) -> None:
 def _read_or_refuse(raw: dict[str, Any]) -> None:
     with suppress(CheckpointError):
         assert isinstance(read_drafter_config(raw), DrafterConfig)
+
+
+def test_a_complete_config_needs_no_defaults_of_transformers() -> None:
+    """The bundled drafter's says all that is read, so a start does without transformers; the result is equal."""
+    directory = Path(drafter_checkpoint_config.__file__).parents[1] / "drafters" / "smollm2-135m"
+    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    shape = raw["transformer_layer_config"]
+    filled = drafter_checkpoint_config._with_class_defaults(shape)
+    assert read_drafter_config(raw) == read_drafter_config({**raw, "transformer_layer_config": filled})
+    read = f"from outrider.models.drafter_checkpoint_config import read_drafter_config as r; r({str(directory)!r})"
+    code = f"import sys; {read}; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

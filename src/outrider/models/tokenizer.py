@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as BackendTokenizer
 
 from outrider.errors import CheckpointError, InvalidRequestError
 from outrider.models.tokenizer_gguf import tokenizer_from_metadata
@@ -19,8 +20,38 @@ ChatMessage = Mapping[str, Any]  # at least "role" and "content"
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
+class FastTokenizer(Protocol):
+    """What is used of transformers' ``PreTrainedTokenizerFast``."""
+
+    @property
+    def backend_tokenizer(self) -> BackendTokenizer: ...
+
+    @property
+    def chat_template(self) -> object: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    @property
+    def all_special_ids(self) -> Sequence[int]: ...
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str: ...
+
+    def save_pretrained(self, directory: Path) -> object: ...
+
+
 class Tokenizer:
-    def __init__(self, fast: PreTrainedTokenizerFast, *, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, fast: FastTokenizer, *, eos_token_ids: tuple[int, ...]) -> None:
         self._fast = fast
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = len(fast)  # ids are 0..vocab_size-1, added tokens included
@@ -32,6 +63,8 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: Path, *, eos_token_ids: tuple[int, ...]) -> Tokenizer:
         """From an HF model directory; no code of the directory is run."""
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a slow import that GGUF files do without
+
         try:
             fast = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers and tokenizers raise whatever the malformed file led to
@@ -57,14 +90,12 @@ class Tokenizer:
                 f"prompt: {text[error.start]!r} at index {error.start} is half a surrogate pair, which is no character",
                 param="prompt",
             ) from error
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        return self._fast.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._fast.decode(
+        return self._fast.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
-        return text
 
     @property
     def has_chat_template(self) -> bool:
@@ -75,12 +106,11 @@ class Tokenizer:
         if not self.has_chat_template:
             raise InvalidRequestError("the model has no chat template; use a plain prompt", param="messages")
         try:
-            text: str = self._fast.apply_chat_template(
+            return self._fast.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except Exception as error:  # a template may fail on any message it does not expect
             raise InvalidRequestError(f"the chat template rejects the messages: {error}", param="messages") from error
-        return text
 
     def encode_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> list[int]:
         """Token ids of ``apply_chat_template``; the template writes the special tokens itself."""
@@ -151,7 +181,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip_special_tokens)
 
 
-def _byte_token_ids(fast: PreTrainedTokenizerFast) -> frozenset[int]:
+def _byte_token_ids(fast: FastTokenizer) -> frozenset[int]:
     """Ids of ``<0x00>`` ... ``<0xFF>`` where the decoder takes them for bytes; empty for byte-level BPE."""
     decoder = fast.backend_tokenizer.decoder
     if decoder is None or b"ByteFallback" not in decoder.__getstate__():

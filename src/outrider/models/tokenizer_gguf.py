@@ -1,14 +1,21 @@
-"""A fast tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer that the file names."""
+"""A fast tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer that the file names.
+
+``GGUFTokenizer`` gives the ids and texts of a ``PreTrainedTokenizerFast`` over the same parts without transformers,
+whose import costs a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from outrider.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from outrider.models.chat_template import ChatTemplate
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -20,7 +27,59 @@ _SPLIT_PATTERNS = {
 _SUPPORTED_PRE = ("default", "gpt-2", "smollm", *_SPLIT_PATTERNS)
 
 
-def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+class GGUFTokenizer:
+    """What ``models.tokenizer`` asks of a fast tokenizer, under transformers' names."""
+
+    def __init__(self, backend_tokenizer: Tokenizer, *, chat_template: str | None, named: Mapping[str, str]) -> None:
+        """``named``: special tokens by what templates call them (``eos_token``, ...)."""
+        self.backend_tokenizer = backend_tokenizer
+        self.chat_template = chat_template
+        self._named = dict(named)
+        self._compiled: ChatTemplate | None = None
+
+    def __len__(self) -> int:
+        size: int = self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        added: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
+        return added
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return [self.backend_tokenizer.token_to_id(token) for token in self._named.values()]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, **_: bool) -> str:
+        text: str = self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **_: bool
+    ) -> str:
+        if self._compiled is None:
+            from outrider.models.chat_template import ChatTemplate  # Jinja: of no use to plain prompts
+
+            assert self.chat_template is not None, "there is no chat template"
+            self._compiled = ChatTemplate(self.chat_template, special_tokens=self._named)
+        return self._compiled.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def save_pretrained(self, directory: Path) -> None:
+        from transformers import PreTrainedTokenizerFast  # a slow import that only writing needs
+
+        PreTrainedTokenizerFast(
+            tokenizer_object=self.backend_tokenizer,
+            chat_template=self.chat_template,
+            clean_up_tokenization_spaces=False,
+            **self._named,
+        ).save_pretrained(directory)
+
+
+def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     """Build the tokenizer; the result carries the file's chat template and special tokens."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in _SUPPORTED_PRE:
@@ -52,12 +111,9 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerF
     tokenizer.post_processor = _post_processor(metadata, named)
     tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
     tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
+    # A token with a role is special whatever type the file gives it.
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named.values()])
+    return GGUFTokenizer(tokenizer, chat_template=template, named=named)
 
 
 def _list_of(kind: type, metadata: Mapping[str, Any], key: str) -> list[Any]:

@@ -7,8 +7,11 @@ drafter lives outside the budget.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.config import DTypeName, ModelConfig
 from outrider.errors import ConfigError
@@ -67,12 +70,19 @@ def plan_kv_memory(
 
 
 def allocate_kv(config: ModelConfig, layout: KVLayout, *, dtype: DTypeName, device: torch.device) -> list[LayerKV]:
-    """Zeroed pools, one pair of buffers a layer: [S, Hkv, D]."""
+    """Zeroed pools, one pair of buffers a layer: [S, Hkv, D]. On a CPU a page takes memory once a token lies in it."""
     shape = (layout.num_blocks * layout.kv_block_size, config.num_kv_heads, config.head_dim)
     return [
         LayerKV(
-            key_SHD=torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device),
-            value_SHD=torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device),
+            key_SHD=_zeros(shape, TORCH_DTYPES[dtype], device),
+            value_SHD=_zeros(shape, TORCH_DTYPES[dtype], device),
         )
         for _ in range(config.num_layers)
     ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page; these come from the kernel, which zeroes them when they are first touched.
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
