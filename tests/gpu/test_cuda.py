@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def moe_models(root: Path) -> tuple[str, str]:
     return str(fixtures.make_moe_target(root / "target")), str(fixtures.make_moe_drafter(root / "drafter"))
 
 
-def engine(zoo: Zoo, target: str, drafter: str, **args: object) -> LLM:
-    return zoo.llm(target, drafter, max_model_len=MAX_LEN, **{"max_num_seqs": 8, **args})
+def engine(zoo: Zoo, target: str, drafter: str, **args: Any) -> LLM:
+    return zoo.llm(target, drafter, max_model_len=MAX_LEN, max_num_seqs=8, **args)
 
 
 def test_static_attention_on_the_device_is_the_reference_on_the_cpu() -> None:
