@@ -44,11 +44,11 @@ class RecordableGraph(EagerGraph):
     """Captures what a CUDA graph could; see the module docstring."""
 
     def capture(self, forward: Callable[[], T]) -> T:
-        with _DeviceOnly():
+        with _DeviceOnly():  # type: ignore[no-untyped-call]
             return super().capture(forward)
 
 
-class _DeviceOnly(TorchDispatchMode):
+class _DeviceOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators that read or make a tensor on the host. Numbers (without dimensions) are launch arguments."""
 
     def __torch_dispatch__(
@@ -83,7 +83,7 @@ class _ByOperator(TorchFunctionMode):
 def _moved(x: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype)
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = device or x.device, dtype or x.dtype
     if not copy and (device.type, dtype) == (x.device.type, x.dtype):
         return x
@@ -112,6 +112,6 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
             x = torch.ops.aten.select(x, dim, item)
         else:
             tensors.append(item if isinstance(item, Tensor) else torch.tensor(item, device=x.device))
-    if any(tensor is not None for tensor in tensors):
-        return torch.ops.aten.index(x, tensors)
-    return torch.ops.aten.alias(x)
+    ops = torch.ops.aten
+    found: Tensor = ops.alias(x) if all(tensor is None for tensor in tensors) else ops.index(x, tensors)
+    return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -97,9 +97,9 @@ class CudaGraphRunner:
 
 
 class CudaGraph:
-    """``Graph`` of recorded kernels. Graphs of one ``pool`` share its memory, since no two replay at once."""
+    """``Graph`` of recorded kernels. Those of one ``pool`` (torch's handle) share memory: no two replay at once."""
 
-    def __init__(self, *, device: torch.device, pool: tuple[int, int], side_stream: torch.cuda.Stream) -> None:
+    def __init__(self, *, device: torch.device, pool: Any, side_stream: torch.cuda.Stream) -> None:
         self.num_bytes = 0
         self._device = device
         self._pool = pool
@@ -135,5 +135,5 @@ def _cuda_graphs(device: torch.device) -> Callable[[], Graph]:
     if not torch.cuda.is_available():
         raise ConfigError(f"device={str(device)!r} is absent: torch finds no CUDA device")
     with torch.cuda.device(device):
-        pool, side_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        pool, side_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return lambda: CudaGraph(device=device, pool=pool, side_stream=side_stream)

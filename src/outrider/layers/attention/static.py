@@ -75,7 +75,7 @@ class StaticAttention:
         width, positions = metadata.block_width, metadata.max_context_len
         if not query_NHD.shape[0]:
             return torch.zeros_like(query_NHD)
-        query_RLHD, own_key, own_value = (x.unflatten(0, (-1, width)) for x in (query_NHD, key_NHD, value_NHD))
+        query_RLHD, own_key, own_value = (x.view(-1, width, *x.shape[1:]) for x in (query_NHD, key_NHD, value_NHD))
         length_R = metadata.context_lens_R.long()
         out = []
         for part in _calls(length_R.shape[0], rows=width, positions=positions + width):
