@@ -89,7 +89,7 @@ def cached_weights(*sources: Path, variant: str, make: Callable[[], PackedWeight
     key = weights_key(*sources, variant=variant)
     named = "\0".join((variant, *(str(source.resolve()) for source in sources)))
     place = hashlib.sha256(named.encode()).hexdigest()[:12]
-    path = cache_dir() / "packed" / f"{sources[0].stem}-{variant}-{place}.safetensors"
+    path = packed_directory() / f"{sources[0].stem}-{variant}-{place}.safetensors"
     weights = PackedWeights.load(path, key=key)
     if weights is not None:
         return weights
@@ -99,6 +99,10 @@ def cached_weights(*sources: Path, variant: str, make: Callable[[], PackedWeight
     except OSError as error:
         logger.info("%s cannot be kept (%s): weights are packed again by the next process", path.name, error)
     return weights
+
+
+def packed_directory() -> Path:
+    return cache_dir() / "packed"
 
 
 def weights_key(*sources: Path, variant: str) -> str:
