@@ -156,4 +156,4 @@ def _write(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> Iterable[memoryview]:
     for tensor in tensors:
-        yield memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        yield tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
