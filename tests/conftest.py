@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from outrider.models import packed_weights
 from outrider.ops.native_kernels import Kernels, load_kernels
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -23,3 +25,12 @@ def kernels() -> Kernels:
     if found is None:
         pytest.skip("no C++ compiler")
     return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packed_weights_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fixture models leave nothing in the user's cache. Commands that tests run as processes do use it."""
+    directory = tmp_path_factory.mktemp("packed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_weights, "packed_directory", lambda: directory)
+        yield

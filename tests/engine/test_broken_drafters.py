@@ -50,8 +50,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights were loaded before the configuration was refused")
 
-    monkeypatch.setattr("outrider.engine.setup.load_model", refuse)
-    monkeypatch.setattr("outrider.engine.setup.load_drafter", refuse)
+    monkeypatch.setattr("outrider.engine.quantization.load_model", refuse)
+    monkeypatch.setattr("outrider.engine.quantization.load_drafter", refuse)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -76,7 +76,7 @@ def cuts(length: int) -> Iterator[tuple[int, ...]]:
 def test_logits_and_taps(variant: str, mode: QuantizationName, kernels: Kernels, tmp_path: Path) -> None:
     theirs = oracle("qwen3", dict(WIDE)) if variant == "wide" else oracle(*VARIANTS[variant])
     decoder = ours(theirs, tmp_path)
-    native = NativeDecoder(kernels, decoder, quantization=mode)
+    native = NativeDecoder.of(kernels, decoder, quantization=mode)
     tokens = prompt(41, seed=1)
     found = PagedSequences(native, requests=1, max_len=44).run({0: tokens}, taps=(-1, 0, 2))
     reference = quantised_reference(kernels, decoder, mode)
@@ -93,7 +93,7 @@ def test_rows_are_bitwise_the_same_in_any_company(
     mode: QuantizationName, kv_dtype: torch.dtype, kernels: Kernels, tmp_path: Path
 ) -> None:
     """Every way to cut a prompt, every neighbour, every order and any padding give each row the same bits."""
-    native = NativeDecoder(kernels, ours(oracle("qwen3", dict(WIDE)), tmp_path), quantization=mode)
+    native = NativeDecoder.of(kernels, ours(oracle("qwen3", dict(WIDE)), tmp_path), quantization=mode)
     prompts = [prompt(length, seed=length) for length in (41, 40, 3)]
 
     def fresh(requests: int = 3) -> PagedSequences:
@@ -118,7 +118,7 @@ def test_rows_are_bitwise_the_same_in_any_company(
 
 def test_many_requests_beside_a_long_prefill(kernels: Kernels, tmp_path: Path) -> None:
     """More rows than a unit of attention and a block of products hold, verify windows of every width beside them."""
-    native = NativeDecoder(kernels, ours(oracle("llama", {}), tmp_path), quantization="int8")
+    native = NativeDecoder.of(kernels, ours(oracle("llama", {}), tmp_path), quantization="int8")
     prompts = [prompt(62, seed=seed) for seed in range(12)]
     alone = [PagedSequences(native, requests=1, max_len=64).run({0: tokens}).logits[0] for tokens in prompts]
     sequences = PagedSequences(native, requests=12, max_len=64)
@@ -167,7 +167,7 @@ def test_long_contexts_mean_what_they_do_in_torch(kernels: Kernels, tmp_path: Pa
 
 def test_bf16_weights_and_an_idle_rank(kernels: Kernels, tmp_path: Path) -> None:
     decoder = ours(oracle("llama", {}), tmp_path).to(torch.bfloat16)
-    native = NativeDecoder(kernels, decoder, quantization="int8")
+    native = NativeDecoder.of(kernels, decoder, quantization="int8")
     result = PagedSequences(native, requests=1, max_len=8).run({0: prompt(8, seed=2)}, taps=(-1,))
     expected = decoder.embed_tokens.weight[prompt(8, seed=2)].float()
     assert torch.equal(result.output.taps_NF, expected)
@@ -177,6 +177,6 @@ def test_bf16_weights_and_an_idle_rank(kernels: Kernels, tmp_path: Path) -> None
 
 
 def test_ids_beyond_the_vocabulary_are_refused(kernels: Kernels, tmp_path: Path) -> None:
-    native = NativeDecoder(kernels, ours(oracle("llama", {}), tmp_path), quantization="int8")
+    native = NativeDecoder.of(kernels, ours(oracle("llama", {}), tmp_path), quantization="int8")
     with pytest.raises(AssertionError, match="vocabulary"):
         PagedSequences(native, requests=1, max_len=8).run({0: [1, SHAPE["vocab_size"]]})

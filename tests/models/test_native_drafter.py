@@ -76,7 +76,7 @@ def run(
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
 def test_block_and_head(kernels: Kernels, build: Callable[..., DSparkDrafter], sample_from_anchor: bool) -> None:
     drafter = build(**({} if sample_from_anchor else {"sample_from_anchor": False}))
-    native = NativeDrafter(kernels, drafter)
+    native = NativeDrafter.of(kernels, drafter)
     hidden, pool = run(native)
     logits = native.compute_base_logits(hidden.flatten(0, 1))
     reference = quantised_reference(kernels, drafter, "int8")
@@ -93,7 +93,7 @@ def test_block_and_head(kernels: Kernels, build: Callable[..., DSparkDrafter], s
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_the_sequential_head_is_the_module_s(kernels: Kernels, build: Callable[..., DSparkDrafter], head: str) -> None:
     drafter = build(markov_head_type=head)
-    native = NativeDrafter(kernels, drafter)
+    native = NativeDrafter.of(kernels, drafter)
     hidden = torch.randn(3, fixtures.HIDDEN, generator=torch.Generator().manual_seed(4))
     previous = torch.tensor(ANCHORS)
     state, expected_state = native.markov_state(3), drafter.markov_state(3)
@@ -106,7 +106,7 @@ def test_the_sequential_head_is_the_module_s(kernels: Kernels, build: Callable[.
 
 
 def test_rows_are_bitwise_the_same_in_any_company(kernels: Kernels, build: Callable[..., DSparkDrafter]) -> None:
-    native = NativeDrafter(kernels, build())
+    native = NativeDrafter.of(kernels, build())
     alone = [run(native, (request,))[0][0] for request in range(3)]
     for requests in ((0, 1, 2), (2, 0), (1, 2, 0), (0, 0)):
         for chunk in (1, 7, 1000):

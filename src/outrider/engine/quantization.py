@@ -8,18 +8,37 @@ for everything else.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
-from outrider.config import DeviceName, DTypeName, EngineArgs, ModelConfig, QuantizationName
+from outrider.config import (
+    DeviceName,
+    DrafterConfig,
+    DTypeName,
+    EngineArgs,
+    EngineConfig,
+    ModelConfig,
+    QuantizationName,
+)
 from outrider.errors import ConfigError
 from outrider.logger import get_logger
 from outrider.models.decoder import Decoder
 from outrider.models.describe import ModelDescription
+from outrider.models.drafter_card import DrafterCard, read_card
+from outrider.models.drafter_checkpoint import LoadedDrafter, load_drafter
+from outrider.models.drafter_checkpoint_tensors import with_target_vocab
 from outrider.models.dspark import DSparkDrafter
-from outrider.models.native_decoder import NativeDecoder
-from outrider.models.native_drafter import NativeDrafter
+from outrider.models.native_decoder import NativeDecoder, pack_decoder
+from outrider.models.native_drafter import NativeDrafter, pack_drafter
 from outrider.models.native_stack import require_native
+from outrider.models.packed_weights import cached_weights
+from outrider.models.source import LoadedModel, load_model
+from outrider.models.tokenizer import Tokenizer
+from outrider.models.weights import TORCH_DTYPES
 from outrider.ops.native_kernels import Kernels, load_kernels
+from outrider.parallel.state import ParallelState
 
 logger = get_logger(__name__)
 
@@ -71,24 +90,119 @@ def required_kernels() -> Kernels:
     return kernels
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target as it runs, and its tokenizer."""
+
+    model: Decoder | NativeDecoder
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A drafter as it runs."""
+
+    model: DSparkDrafter | NativeDrafter
+    config: DrafterConfig  # over the target's vocabulary
+    card: DrafterCard
+
+
+def ready_target(
+    description: ModelDescription,
+    config: EngineConfig,
+    *,
+    loaded: LoadedModel | None,
+    parallel: ParallelState,
+    device: torch.device,
+) -> Target:
+    """The target of ``config``: made of ``loaded`` if it is given, of packed weights in the cache, or of its files."""
+    if loaded is None and config.quantization == "none":
+        loaded = _load(config, parallel, device)
+    if loaded is not None:
+        return Target(quantised_target(loaded.model, config.quantization), loaded.tokenizer)
+    kernels = required_kernels()
+    tokenizer = description.load_tokenizer()
+    weights = cached_weights(
+        description.path,
+        variant=f"{config.quantization}-{config.dtype}",
+        make=lambda: pack_decoder(kernels, _load(config, parallel, device).model, quantization=config.quantization),
+    )
+    _leave_cores_to_kernels()
+    return Target(NativeDecoder(kernels, description.config, weights), tokenizer)
+
+
+def ready_drafter(
+    own: DrafterConfig,
+    config: EngineConfig,
+    *,
+    target: Decoder | NativeDecoder,
+    target_path: Path | None,
+    parallel: ParallelState,
+    device: torch.device,
+) -> Drafter:
+    """The drafter at ``config.drafter_path``, whose configuration is ``own``.
+
+    ``target_path``: where the target's weights are, if packed weights may be kept; None keeps none.
+    """
+    path, embedding = Path(config.drafter_path), target.embed_tokens.weight
+
+    def load() -> LoadedDrafter:
+        head = target.lm_head_weight if isinstance(target, NativeDecoder) else target.lm_head.whole_weight()
+        return load_drafter(
+            path,
+            target_config=target.config,
+            embed_weight=embedding,
+            lm_head_weight=head,
+            parallel=parallel,
+            dtype=config.dtype,
+            device=str(device),
+            attention_backend=config.attention_backend,
+        )
+
+    kernels = _kernels_for(own, config.quantization)
+    if kernels is None or target_path is None:
+        loaded = load()
+        model = loaded.model if kernels is None else NativeDrafter.of(kernels, loaded.model)
+        return Drafter(model, loaded.config, loaded.card)
+    weights = cached_weights(
+        path, target_path, variant=f"int8-{config.dtype}", make=lambda: pack_drafter(kernels, load().model)
+    )
+    own = with_target_vocab(own, target.config.vocab_size)
+    native = NativeDrafter(kernels, own, weights, embedding_VD=embedding, dtype=TORCH_DTYPES[config.dtype])
+    return Drafter(native, own, read_card(path))
+
+
 def quantised_target(model: Decoder, quantization: QuantizationName) -> Decoder | NativeDecoder:
     """``model`` itself without a quantization; with one, torch has a single thread from here on in this process."""
     if quantization == "none":
         return model
-    kernels = required_kernels()
-    # The kernels have threads of their own. Those of torch's OpenMP spin for milliseconds after each parallel
-    # operation, on the cores that the next pass needs, and a reduction over logits waits for them in turn.
+    _leave_cores_to_kernels()
+    return NativeDecoder.of(required_kernels(), model, quantization=quantization)
+
+
+def _load(config: EngineConfig, parallel: ParallelState, device: torch.device) -> LoadedModel:
+    return load_model(
+        config.model,
+        parallel=parallel,
+        dtype=config.dtype,
+        device=str(device),
+        attention_backend=config.attention_backend,
+    )
+
+
+def _leave_cores_to_kernels() -> None:
+    """The kernels have threads of their own. Those of torch's OpenMP spin for milliseconds after each parallel
+    operation, on the cores that the next pass needs, and a reduction over logits waits for them in turn."""
     torch.set_num_threads(1)
-    return NativeDecoder(kernels, model, quantization=quantization)
 
 
-def quantised_drafter(model: DSparkDrafter, quantization: QuantizationName) -> DSparkDrafter | NativeDrafter:
-    """``model`` itself without a quantization, and where no kernel covers it (expert layers)."""
+def _kernels_for(drafter: DrafterConfig, quantization: QuantizationName) -> Kernels | None:
+    """None without a quantization, and where no kernel covers the drafter (expert layers)."""
     if quantization == "none":
-        return model
+        return None
     try:
-        require_native(model.config.decoder, quantization=quantization, what="drafter")
+        require_native(drafter.decoder, quantization=quantization, what="drafter")
     except ConfigError as error:
         logger.info("the drafter runs in torch: %s", error)
-        return model
-    return NativeDrafter(required_kernels(), model)
+        return None
+    return required_kernels()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,7 +18,14 @@ from outrider.engine.agreement import StepAgreement
 from outrider.engine.capture import capture_tiers
 from outrider.engine.devices import available_bytes, device_of_rank, ranks_of_machine, resolve_device
 from outrider.engine.engine_core import EngineCore
-from outrider.engine.quantization import default_kv_dtype, quantised_drafter, quantised_target, resolve_quantization
+from outrider.engine.quantization import (
+    Drafter,
+    Target,
+    default_kv_dtype,
+    ready_drafter,
+    ready_target,
+    resolve_quantization,
+)
 from outrider.engine.self_test import run_self_test
 from outrider.errors import ConfigError
 from outrider.kv_cache.manager import KVCacheManager
@@ -29,15 +35,13 @@ from outrider.layers.moe import ExpertLoad
 from outrider.logger import get_logger
 from outrider.models.describe import ModelDescription, describe_model
 from outrider.models.drafter_checkpoint import (
-    LoadedDrafter,
     check_against_target,
     check_num_speculative_tokens,
-    load_drafter,
     plan_directory,
     resolve_drafter,
 )
 from outrider.models.drafter_checkpoint_config import read_drafter_config
-from outrider.models.source import LoadedModel, load_model
+from outrider.models.source import LoadedModel
 from outrider.parallel.state import ParallelState
 from outrider.parallel.topology import Topology
 from outrider.runner.batch_builder import BatchBuilder
@@ -188,13 +192,8 @@ def build_engine(
     assert resolved.topology == parallel.topology, (resolved.topology, parallel.topology)
     config = resolved.config
     device = device_of_rank(args, config.device, parallel.rank)
-    loaded = target or load_model(
-        config.model,
-        parallel=parallel,
-        dtype=config.dtype,
-        device=str(device),
-        attention_backend=config.attention_backend,
-    )
+    ready = ready_target(resolved.model, config, loaded=target, parallel=parallel, device=device)
+    model = resolved.model.config
     builder = BatchBuilder(
         rank=parallel.attn_dp.rank,
         kv_block_size=config.kv_block_size,
@@ -204,12 +203,12 @@ def build_engine(
     )
     graphs = _new_graph_runner(config, device)
     logger.info(resolved.layout.describe())
-    proposer, drafters = _build_proposer(resolved, loaded, builder, graphs, device, parallel)
-    target_model = quantised_target(loaded.model, config.quantization)
+    keeps_packed = target is None  # weights that somebody changed in memory are not those of the files
+    proposer, drafters = _build_proposer(resolved, ready, builder, graphs, device, parallel, keeps_packed=keeps_packed)
     runner = ModelRunner(
-        target=target_model,
+        target=ready.model,
         kv_caches=allocate_kv(
-            _kv_share(resolved.model.config, resolved.topology), resolved.layout, dtype=config.kv_dtype, device=device
+            _kv_share(model, resolved.topology), resolved.layout, dtype=config.kv_dtype, device=device
         ),
         tap_layer_ids=proposer.tap_layer_ids,
         graphs=graphs,
@@ -224,7 +223,7 @@ def build_engine(
         show_progress=parallel.rank == 0,
     )
 
-    models: dict[str, nn.Module] = {"target": target_model}
+    models: dict[str, nn.Module] = {"target": ready.model}
     models.update(("drafter", drafter.model) for drafter in drafters)
 
     def new_core() -> EngineCore:
@@ -237,9 +236,9 @@ def build_engine(
             graphs=graphs,
             agreement=StepAgreement(parallel.attn_dp),
             expert_load=ExpertLoad(models),
-            tokenizer=loaded.tokenizer,
-            vocab_size=loaded.config.vocab_size,
-            eos_token_ids=loaded.config.eos_token_ids,
+            tokenizer=ready.tokenizer,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
         )
 
     if config.draft_self_test:
@@ -264,12 +263,14 @@ def _choose_drafter(args: EngineArgs, model: ModelDescription) -> tuple[str, tup
 
 def _build_proposer(
     resolved: ResolvedEngine,
-    loaded: LoadedModel,
+    target: Target,
     builder: BatchBuilder,
     graphs: GraphRunner,
     device: torch.device,
     parallel: ParallelState,
-) -> tuple[Proposer, tuple[LoadedDrafter, ...]]:
+    *,
+    keeps_packed: bool,
+) -> tuple[Proposer, tuple[Drafter, ...]]:
     """And the drafter it uses, if it uses one."""
     config = resolved.config
     if config.proposer == "none":
@@ -281,21 +282,20 @@ def _build_proposer(
             min_ngram=config.prompt_lookup_min,
         )
         return lookup, ()
-    drafter = load_drafter(
-        Path(config.drafter_path),
-        target_config=loaded.config,
-        embed_weight=loaded.model.embed_tokens.weight,
-        lm_head_weight=loaded.model.lm_head.whole_weight(),
+    (own,) = resolved.drafters
+    drafter = ready_drafter(
+        own,
+        config,
+        target=target.model,
+        target_path=resolved.model.path if keeps_packed else None,
         parallel=parallel,
-        dtype=config.dtype,
-        device=str(device),
-        attention_backend=config.attention_backend,
+        device=device,
     )
     kv_caches: list[LayerKV] = allocate_kv(
         drafter.config.decoder, resolved.layout, dtype=config.drafter_kv_dtype, device=device
     )
     proposer = DSparkProposer(
-        drafter=quantised_drafter(drafter.model, config.quantization),
+        drafter=drafter.model,
         config=drafter.config,
         num_speculative_tokens=config.num_speculative_tokens,
         kv_caches=kv_caches,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.config import DTypeName, ModelConfig, QuantizationName
 from outrider.models.gguf_file import GGUFFile
 from outrider.models.model_config import from_gguf
-from outrider.models.source import directory_config, read_json, resolve_model
+from outrider.models.source import check_vocabulary, directory_config, read_json, resolve_model
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -19,12 +21,16 @@ class ModelDescription:
     config: ModelConfig
     dtype: DTypeName  # what ``--dtype auto`` means for it
     quantization: QuantizationName  # what ``--quantization auto`` means for it, where kernels are at hand
+    metadata: Mapping[str, Any]  # of a GGUF file; empty for a directory
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer alone, for a process that holds no weights."""
+        """The tokenizer alone, for a process that loads no checkpoint."""
         if self.path.is_dir():
-            return Tokenizer.from_directory(self.path, eos_token_ids=self.config.eos_token_ids)
-        return Tokenizer.from_gguf(GGUFFile(self.path).metadata, eos_token_ids=self.config.eos_token_ids)
+            tokenizer = Tokenizer.from_directory(self.path, eos_token_ids=self.config.eos_token_ids)
+        else:
+            tokenizer = Tokenizer.from_gguf(self.metadata, eos_token_ids=self.config.eos_token_ids)
+        check_vocabulary(tokenizer, self.config, self.path)
+        return tokenizer
 
 
 def describe_model(name_or_path: str) -> ModelDescription:
@@ -43,6 +49,7 @@ def describe_model(name_or_path: str) -> ModelDescription:
             config=config,
             dtype="float32",
             quantization="int4" if _layers_are_4_bit(file) else "int8",
+            metadata=file.metadata,
         )
     raw = read_json(path / "config.json")
     said = raw.get("dtype", raw.get("torch_dtype"))
@@ -52,6 +59,7 @@ def describe_model(name_or_path: str) -> ModelDescription:
         config=directory_config(path, raw),
         dtype="bfloat16" if said == "bfloat16" else "float32",
         quantization="int8",
+        metadata={},
     )
 
 

@@ -1,8 +1,8 @@
-"""The target in compiled passes: a ``TargetModel`` made from a loaded ``Decoder``, with quantised weights.
+"""The target in compiled passes: a ``TargetModel`` over packed weights, which ``pack_decoder`` makes of a ``Decoder``.
 
 A pass is one call into C++ (``ops/native/decoder.cpp``): residual stream and taps are fp32, matrix products run in
 int8 with exact integer groups, and a row's result is bitwise the same whatever else is in the pass. Embedding and LM
-head stay reachable in their loaded form, since drafters share them; the layers' own weights are not kept.
+head stay reachable in their loaded form, since drafters are made with them; the layers' own weights are not kept.
 
 Shape legend: as ``models/interface.py``.
 """
@@ -15,13 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from outrider.batch.expert_metadata import ExpertMetadata
-from outrider.config import QuantizationName
+from outrider.config import ModelConfig, QuantizationName
 from outrider.layers.attention.interface import CausalMetadata, LayerKV
+from outrider.layers.embedding import Embedding
 from outrider.models.decoder import Decoder, DecoderLayer
 from outrider.models.interface import DecoderOutput
-from outrider.models.native_stack import NativeStack, layer_format
+from outrider.models.native_stack import NativeStack, layer_format, pack_layers
+from outrider.models.packed_weights import PackedWeights
 from outrider.ops.native_kernels import Kernels
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def pack_decoder(kernels: Kernels, decoder: Decoder, *, quantization: QuantizationName) -> PackedWeights:
+    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    packed = pack_layers(kernels, layers, decoder.norm, weight_format=layer_format(quantization), context=False)
+    head = decoder.lm_head.weight.data
+    matrix = PackedMatrix.pack(kernels, head, None, weight_format=WeightFormat.INT8, name="lm_head")
+    tensors = {**packed.tensors, _EMBEDDING: decoder.embed_tokens.weight.data}
+    if not decoder.config.tie_word_embeddings:
+        tensors[_HEAD] = head
+    return PackedWeights({**packed.matrices, "lm_head": matrix}, tensors)
 
 
 class NativeDecoder(nn.Module):
@@ -29,25 +44,22 @@ class NativeDecoder(nn.Module):
 
     crosses_dp_ranks = False  # dense layers only
 
-    def __init__(self, kernels: Kernels, decoder: Decoder, *, quantization: QuantizationName) -> None:
+    def __init__(self, kernels: Kernels, config: ModelConfig, weights: PackedWeights) -> None:
         super().__init__()
-        layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-        self.config = decoder.config
-        self.embed_tokens = decoder.embed_tokens
-        self.lm_head = decoder.lm_head
+        self.config = config
+        self.embed_tokens = Embedding(0, config.hidden_size)
+        self.embed_tokens.weight = nn.Parameter(weights.tensors[_EMBEDDING], requires_grad=False)
+        self.lm_head_weight = self.embed_tokens.weight  # [V, D]
+        if not config.tie_word_embeddings:
+            self.lm_head_weight = nn.Parameter(weights.tensors[_HEAD], requires_grad=False)
         self._kernels = kernels
-        self._stack = NativeStack(
-            kernels,
-            decoder.config,
-            layers,
-            decoder.norm,
-            decoder.rotary,
-            weight_format=layer_format(quantization),
-            context=False,
-        )
-        self._head = PackedMatrix.pack(
-            kernels, decoder.lm_head.weight.data, None, weight_format=WeightFormat.INT8, name="lm_head"
-        )
+        self._stack = NativeStack(kernels, config, weights)
+        self._head = weights.matrices["lm_head"]
+
+    @classmethod
+    def of(cls, kernels: Kernels, decoder: Decoder, *, quantization: QuantizationName) -> NativeDecoder:
+        """Made of a loaded model, in memory."""
+        return cls(kernels, decoder.config, pack_decoder(kernels, decoder, quantization=quantization))
 
     def forward(
         self,

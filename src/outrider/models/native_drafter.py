@@ -1,4 +1,6 @@
-"""The drafter in compiled passes: a ``DrafterModel`` with its sequential head, made from a loaded ``DSparkDrafter``.
+"""The drafter in compiled passes: a ``DrafterModel`` with its sequential head, over packed weights.
+
+``pack_drafter`` makes these of a ``DSparkDrafter``; the embedding is the target's and not among them.
 
 Block pass and context projection are one call into C++ each, with int8 weights whatever the target's: a drafter is
 small, its own weights lie on no 4-bit grid, and what it loses it loses in accepted drafts. Its LM head, and the matrix
@@ -10,18 +12,23 @@ Shape legend: as ``models/dspark.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from outrider.batch.expert_metadata import ExpertMetadata
+from outrider.config import DrafterConfig
 from outrider.layers.attention.interface import BlockMetadata, LayerKV
+from outrider.layers.embedding import Embedding
 from outrider.models.decoder import DecoderLayer
-from outrider.models.dspark import DSparkDrafter
-from outrider.models.native_stack import NativeStack
+from outrider.models.dspark import ConfidenceHead, DSparkDrafter, MarkovHead
+from outrider.models.native_stack import NativeStack, pack_layers, padded_vector
+from outrider.models.packed_weights import PackedWeights
 from outrider.ops.native_kernels import ContextStruct, Kernels, address
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
+
+_MODULES = ("markov_head", "confidence_head")  # of the sequential head, which stay torch's
 
 
 class NativeDrafter(nn.Module):
@@ -30,26 +37,50 @@ class NativeDrafter(nn.Module):
     crosses_dp_ranks = False  # dense layers only
     draft_to_target_V: Tensor  # int64 [Vd]
 
-    def __init__(self, kernels: Kernels, drafter: DSparkDrafter) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        config: DrafterConfig,
+        weights: PackedWeights,
+        *,
+        embedding_VD: nn.Parameter,
+        dtype: torch.dtype,
+    ) -> None:
+        """``dtype``: what the modules of the sequential head compute in."""
         super().__init__()
-        layers = [layer for layer in drafter.layers if isinstance(layer, DecoderLayer)]
-        decoder = drafter.config.decoder
-        self.config = drafter.config
-        self.slot_offset = drafter.slot_offset
-        self.register_buffer("draft_to_target_V", drafter.draft_to_target_V, persistent=False)
-        self.embed_tokens = drafter.embed_tokens
-        self.markov_head = drafter.markov_head
-        self.confidence_head = drafter.confidence_head
-        self._dtype = drafter.fc.weight.dtype  # what the modules that stay compute in
-        self._kernels = kernels
-        self._stack = NativeStack(
-            kernels, decoder, layers, drafter.norm, drafter.rotary, weight_format=WeightFormat.INT8, context=True
+        self.config = config
+        self.slot_offset = 0 if config.sample_from_anchor else 1
+        self.register_buffer("draft_to_target_V", weights.tensors["draft_to_target_V"], persistent=False)
+        self.embed_tokens = Embedding(0, config.decoder.hidden_size)
+        self.embed_tokens.weight = embedding_VD
+        meta = torch.device("meta")  # every parameter is one of ``weights``
+        self.markov_head = MarkovHead(config, dtype=dtype, device=meta) if config.markov_rank else None
+        self.confidence_head = (
+            ConfidenceHead(config, dtype=dtype, device=meta) if config.enable_confidence_head else None
         )
-        self._fc = self._stack.packed(drafter.fc, "fc")
-        self._context_norm = self._stack.padded_vector(drafter.hidden_norm.weight)
-        self._lm_head = _packed(kernels, drafter.lm_head.weight, "lm_head")
-        self._markov = (
-            None if drafter.markov_head is None else _packed(kernels, drafter.markov_head.markov_w2.weight, "markov_w2")
+        for name in _MODULES:
+            module = getattr(self, name)
+            if module is not None:
+                module.load_state_dict(_below(weights.tensors, name), assign=True)
+                module.requires_grad_(False)
+        self._weights = weights  # what the structs point into
+        self._dtype = dtype
+        self._kernels = kernels
+        self._stack = NativeStack(kernels, config.decoder, weights)
+        self._fc = weights.matrices["fc"]
+        self._context_norm = address(weights.tensors["hidden_norm"], torch.float32)
+        self._lm_head = weights.matrices["lm_head"]
+        self._markov = weights.matrices["markov_w2"] if config.markov_rank else None
+
+    @classmethod
+    def of(cls, kernels: Kernels, drafter: DSparkDrafter) -> NativeDrafter:
+        """Made of a loaded drafter, in memory."""
+        return cls(
+            kernels,
+            drafter.config,
+            pack_drafter(kernels, drafter),
+            embedding_VD=drafter.embed_tokens.weight,
+            dtype=drafter.fc.weight.dtype,
         )
 
     def write_context(
@@ -147,5 +178,24 @@ class NativeDrafter(nn.Module):
         return logits_R
 
 
-def _packed(kernels: Kernels, weight: Tensor, name: str) -> PackedMatrix:
-    return PackedMatrix.pack(kernels, weight.data, None, weight_format=WeightFormat.INT8, name=name)
+def pack_drafter(kernels: Kernels, drafter: DSparkDrafter) -> PackedWeights:
+    layers = [layer for layer in drafter.layers if isinstance(layer, DecoderLayer)]
+    packed = pack_layers(kernels, layers, drafter.norm, weight_format=WeightFormat.INT8, context=True)
+    matrices, tensors = dict(packed.matrices), dict(packed.tensors)
+    heads = {"fc": drafter.fc.weight, "lm_head": drafter.lm_head.weight}
+    if drafter.markov_head is not None:
+        heads["markov_w2"] = drafter.markov_head.markov_w2.weight
+    for name, weight in heads.items():
+        matrices[name] = PackedMatrix.pack(kernels, weight.data, None, weight_format=WeightFormat.INT8, name=name)
+    tensors["hidden_norm"] = padded_vector(drafter.hidden_norm.weight)
+    tensors["draft_to_target_V"] = drafter.draft_to_target_V
+    for name in _MODULES:
+        module = getattr(drafter, name)
+        if module is not None:
+            tensors |= {f"{name}.{key}": value for key, value in module.state_dict().items()}
+    return PackedWeights(matrices, tensors)
+
+
+def _below(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The state of the module ``name``."""
+    return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}

@@ -1,8 +1,8 @@
 """Decoder layers in the form the compiled passes read, for target and drafter alike.
 
-``NativeStack`` packs the weights of ``DecoderLayer`` modules once and keeps everything that the C structs point to.
-It covers dense layers on one rank; what it does not cover is refused by ``require_native`` while the configuration is
-resolved.
+``pack_layers`` packs the weights of ``DecoderLayer`` modules; ``NativeStack`` points the C structs at packed weights
+and keeps them alive. It covers dense layers on one rank; what it does not cover is refused by ``require_native`` while
+the configuration is resolved.
 
 Shape legend: N rows, E half a head's dimension, D hidden size.
 """
@@ -23,6 +23,7 @@ from outrider.layers.mlp import SwiGLU
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import RotaryEmbedding
 from outrider.models.decoder import DecoderLayer
+from outrider.models.packed_weights import PackedWeights
 from outrider.ops.native_kernels import (
     CacheStruct,
     DecoderStruct,
@@ -77,34 +78,64 @@ class RotaryTables:
             self.sin_PE = torch.cat((self.sin_PE, phase.sin_NE)).contiguous()
 
 
-class NativeStack:
-    """Packed layers and final norm. ``context``: k and v are packed a second time, alone, for a drafter's context."""
+def pack_layers(
+    kernels: Kernels, layers: Sequence[DecoderLayer], norm: RMSNorm, *, weight_format: WeightFormat, context: bool
+) -> PackedWeights:
+    """Layers and final norm. ``context``: k and v are packed a second time, alone, for a drafter's context."""
+    matrices: dict[str, PackedMatrix] = {}
+    vectors = {"final_norm": padded_vector(norm.weight)}
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        config: ModelConfig,
-        layers: Sequence[DecoderLayer],
-        norm: RMSNorm,
-        rotary: RotaryEmbedding,
-        *,
-        weight_format: WeightFormat,
-        context: bool,
-    ) -> None:
+    def pack(name: str, linear: Linear, said: str, order: Sequence[int] | None = None) -> None:
+        matrices[name] = PackedMatrix.pack(
+            kernels, linear.weight.data, linear.bias, weight_format=weight_format, name=said, order=order
+        )
+
+    for index, layer in enumerate(layers):
+        attention, mlp, name = layer.self_attn, layer.mlp, f"layers.{index}"
+        assert isinstance(mlp, SwiGLU), f"{name}: {type(mlp).__name__} is no dense MLP"
+        pack(f"{name}.qkv", attention.qkv_proj, f"{name}.self_attn.qkv_proj")
+        pack(f"{name}.output", attention.o_proj, f"{name}.self_attn.o_proj")
+        inner = mlp.down_proj.weight.shape[1]
+        pack(f"{name}.gate_up", mlp.gate_up_proj, f"{name}.mlp.gate_up_proj", gate_up_order(inner))
+        pack(f"{name}.down", mlp.down_proj, f"{name}.mlp.down_proj")
+        if context:
+            rows = attention.qkv_proj.weight.shape[0]
+            first = attention.num_heads * attention.head_dim
+            pack(f"{name}.key_value", attention.qkv_proj, f"{name}.self_attn.kv_proj", range(first, rows))
+        vectors[f"{name}.input_norm"] = padded_vector(layer.input_layernorm.weight)
+        vectors[f"{name}.post_norm"] = padded_vector(layer.post_attention_layernorm.weight)
+        for field, head_norm in (("query_norm", attention.q_norm), ("key_norm", attention.k_norm)):
+            if isinstance(head_norm, RMSNorm):
+                vectors[f"{name}.{field}"] = padded_vector(head_norm.weight)
+    return PackedWeights(matrices, vectors)
+
+
+def padded_vector(weight: Tensor) -> Tensor:
+    """A norm's weights in fp32, padded with zeros to whole groups."""
+    return F.pad(weight.data.float(), (0, -weight.numel() % GROUP)).contiguous()
+
+
+class NativeStack:
+    """Layers and final norm over ``weights``, which hold what ``pack_layers`` gives and maybe more."""
+
+    def __init__(self, kernels: Kernels, config: ModelConfig, weights: PackedWeights) -> None:
         self.kernels = kernels
         self.config = config
-        self.rotary = RotaryTables(rotary)
-        self._weight_format = weight_format
-        self._kept: list[PackedMatrix | Tensor] = []
+        self.rotary = RotaryTables(
+            RotaryEmbedding(
+                config.rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings
+            )
+        )
+        self._weights = weights
         self._caches: Sequence[LayerKV] = ()
-        self._cache_structs = (CacheStruct * len(layers))()
-        self._layers = (LayerStruct * len(layers))()
-        for index, (struct, layer) in enumerate(zip(self._layers, layers, strict=True)):
-            self._fill(struct, layer, context=context, name=f"layers.{index}")
+        self._cache_structs = (CacheStruct * config.num_layers)()
+        self._layers = (LayerStruct * config.num_layers)()
+        for index, struct in enumerate(self._layers):
+            self._fill(struct, f"layers.{index}")
         self.struct = DecoderStruct(
             layers=self._layers,
-            final_norm=self.padded_vector(norm.weight),
-            num_layers=len(layers),
+            final_norm=self._vector("final_norm", config.hidden_size),
+            num_layers=config.num_layers,
             hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -114,41 +145,27 @@ class NativeStack:
             scale=config.head_dim**-0.5,
         )
 
-    def packed(self, linear: Linear, name: str, order: Sequence[int] | None = None) -> PackedMatrix:
-        matrix = PackedMatrix.pack(
-            self.kernels, linear.weight.data, linear.bias, weight_format=self._weight_format, name=name, order=order
-        )
-        self._kept.append(matrix)
-        return matrix
-
     @property
     def weight_bytes(self) -> int:
-        return sum(kept.data.numel() for kept in self._kept if isinstance(kept, PackedMatrix))
+        """Of the packed matrices in layers."""
+        return sum(m.data.numel() for name, m in self._weights.matrices.items() if name.startswith("layers."))
 
-    def padded_vector(self, weight: Tensor) -> int:
-        """Address of a norm's weights in fp32, padded with zeros to whole groups."""
-        vector = F.pad(weight.data.float(), (0, -weight.numel() % GROUP)).contiguous()
-        self._kept.append(vector)
+    def _vector(self, name: str, size: int) -> int:
+        vector = self._weights.tensors[name]
+        assert vector.numel() == -(-size // GROUP) * GROUP, f"{name}: {vector.numel()} elements for {size}"
         return address(vector, torch.float32)
 
-    def _fill(self, struct: LayerStruct, layer: DecoderLayer, *, context: bool, name: str) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(mlp, SwiGLU), f"{name}: {type(mlp).__name__} is no dense MLP"
-        struct.qkv = self.packed(attention.qkv_proj, f"{name}.self_attn.qkv_proj").struct
-        struct.output = self.packed(attention.o_proj, f"{name}.self_attn.o_proj").struct
-        inner = mlp.down_proj.weight.shape[1]
-        struct.gate_up = self.packed(mlp.gate_up_proj, f"{name}.mlp.gate_up_proj", gate_up_order(inner)).struct
-        struct.down = self.packed(mlp.down_proj, f"{name}.mlp.down_proj").struct
-        if context:
-            rows = attention.qkv_proj.weight.shape[0]
-            first = attention.num_heads * attention.head_dim
-            key_value = self.packed(attention.qkv_proj, f"{name}.self_attn.kv_proj", range(first, rows))
-            struct.key_value = key_value.struct
-        struct.input_norm = self.padded_vector(layer.input_layernorm.weight)
-        struct.post_norm = self.padded_vector(layer.post_attention_layernorm.weight)
-        for field, head_norm in (("query_norm", attention.q_norm), ("key_norm", attention.k_norm)):
-            if isinstance(head_norm, RMSNorm):
-                setattr(struct, field, self.padded_vector(head_norm.weight))
+    def _fill(self, struct: LayerStruct, name: str) -> None:
+        config, matrices = self.config, self._weights.matrices
+        for field in ("qkv", "output", "gate_up", "down"):
+            setattr(struct, field, matrices[f"{name}.{field}"].struct)
+        if f"{name}.key_value" in matrices:
+            struct.key_value = matrices[f"{name}.key_value"].struct
+        for field in ("input_norm", "post_norm"):
+            setattr(struct, field, self._vector(f"{name}.{field}", config.hidden_size))
+        if config.qk_norm:
+            for field in ("query_norm", "key_norm"):
+                setattr(struct, field, self._vector(f"{name}.{field}", config.head_dim))
 
     def caches(self, kv_caches: Sequence[LayerKV]) -> tuple[object, bool]:
         """The structs of these pools, and whether they hold bfloat16. Filled anew only for other pools."""

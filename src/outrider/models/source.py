@@ -98,7 +98,7 @@ def _load_gguf(
     config = from_gguf(file.metadata, file.tensor_shapes)
     check_size(config, stored_bytes=path.stat().st_size, source=str(path))
     tokenizer = Tokenizer.from_gguf(file.metadata, eos_token_ids=config.eos_token_ids)
-    _check_vocabulary(tokenizer, config, path)
+    check_vocabulary(tokenizer, config, path)
     model = _new_model(config, parallel, dtype, device, backend)
     with _progress(model, path) as advance:
         load_weights(model, iterate_gguf(file, config), source=str(path), on_tensor=advance)
@@ -111,14 +111,14 @@ def _load_directory(
     config = directory_config(path, read_json(path / "config.json"))
     check_size(config, stored_bytes=stored_bytes(path), source=str(path))
     tokenizer = Tokenizer.from_directory(path, eos_token_ids=config.eos_token_ids)
-    _check_vocabulary(tokenizer, config, path)
+    check_vocabulary(tokenizer, config, path)
     model = _new_model(config, parallel, dtype, device, backend)
     with _progress(model, path) as advance:
         load_weights(model, open_safetensors(path), source=str(path), on_tensor=advance)
     return config, tokenizer, model
 
 
-def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> None:
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> None:
     """A tokenizer may know fewer ids than the model has rows (padding), never more."""
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(

@@ -48,8 +48,8 @@ class GGUFTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        ids = (self.backend_tokenizer.token_to_id(token) for token in self._named.values())
-        return [token_id for token_id in ids if token_id is not None]
+        found = (self.backend_tokenizer.token_to_id(token) for token in self._named.values())
+        return [token_id for token_id in found if token_id is not None]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
