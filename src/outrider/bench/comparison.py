@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.figures import Distribution, Spread
-from outrider.bench.run import Run
+from outrider.bench.served import Run
 from outrider.config import ProposerName
 from outrider.outputs import SpecCounters
 from outrider.spec_decode.counters import merge_counters
