@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from outrider.bench.figures import Distribution, Spread, bootstrap_ci95, peak_rss_bytes
+from outrider.bench.figures import Distribution, Spread, bootstrap_ci95
+from outrider.bench.machine import peak_rss_bytes
 
 
 def test_spread_and_distribution() -> None:
