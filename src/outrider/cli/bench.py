@@ -1,4 +1,4 @@
-"""``outrider bench latency|throughput|acceptance`` (and ``kernels``, ``peers``): flags in, a table and a JSON line out; ``bench`` measures."""
+"""``outrider bench``: flags in, a table and a JSON line out; the package ``bench`` measures."""
 
 from __future__ import annotations
 

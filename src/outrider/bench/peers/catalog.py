@@ -51,7 +51,7 @@ def candidates(
 
 
 def chosen(all_of_them: Iterable[Candidate], patterns: Sequence[str]) -> tuple[Candidate, ...]:
-    """Those whose name matches one of ``patterns`` (of a shell's kind). Raises ConfigError for one that matches none."""
+    """Those whose name matches one of ``patterns``, as a shell matches; ConfigError for one that matches none."""
     everyone = tuple(all_of_them)
     for pattern in patterns:
         if not any(fnmatchcase(each.name, pattern) for each in everyone):

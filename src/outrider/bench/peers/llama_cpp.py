@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from outrider.bench.peers.protocol import CannotRun, Limits, Peer, Workload
+from outrider.bench.peers.protocol import CannotRunError, Limits, Peer, Workload
 from outrider.bench.served import Run, Served
 from outrider.outputs import SpecCounters
 
@@ -128,7 +128,7 @@ class LoadedLlamaCpp:
             params.n_threads = params.n_threads_batch = self._spec.limits.threads
             context = self._c.llama_init_from_model(self._model, params)
             if not context:
-                raise CannotRun(f"llama.cpp makes no context of {streams} sequences")
+                raise CannotRunError(f"llama.cpp makes no context of {streams} sequences")
             self._contexts[streams] = context
         return self._contexts[streams]
 
@@ -159,7 +159,7 @@ class LoadedLlamaCppLookup:
 
     def generate(self, workload: Workload) -> Run:
         if workload.streams != 1:
-            raise CannotRun("its prompt lookup serves one stream")
+            raise CannotRunError("its prompt lookup serves one stream")
         began = time.perf_counter()
         served = []
         for index, prompt in enumerate(workload.prompts):

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from outrider.bench.comparison import ContenderFigures, Ratio, rotated
-from outrider.bench.peers.process import PeerFailed, PeerProcess
-from outrider.bench.peers.protocol import Answer, CannotRun, PeerSpec, Workload
+from outrider.bench.peers.process import PeerFailedError, PeerProcess
+from outrider.bench.peers.protocol import Answer, CannotRunError, PeerSpec, Workload
 from outrider.errors import OutriderError
 
 _WARM_UP_TOKENS = 8
@@ -133,7 +133,7 @@ class _Rounds:
         try:
             self.load_s[name] = process.load().load_s
             self._processes[name] = process
-        except PeerFailed as failure:
+        except PeerFailedError as failure:
             self.not_loaded[name] = f"did not load: {failure}"
 
     def turn(self, name: str, cell: Cell, repetition: int) -> None:
@@ -145,9 +145,9 @@ class _Rounds:
                 process.generate(self._load.warm_up(cell))
             time.sleep(_SETTLE_S)
             answer = process.generate(self._load.workload(cell, repetition))
-        except CannotRun as refusal:
+        except CannotRunError as refusal:
             self._refused[cell][name] = str(refusal)
-        except PeerFailed as failure:
+        except PeerFailedError as failure:
             self._failed[name] = f"failed: {failure}"
         else:
             self._answers[cell].setdefault(name, []).append(answer)

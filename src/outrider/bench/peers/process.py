@@ -12,13 +12,13 @@ import sys
 from multiprocessing import Pipe
 from types import TracebackType
 
-from outrider.bench.peers.protocol import Answer, CannotRun, Failure, Loaded, PeerSpec, Refusal, Reply, Workload
+from outrider.bench.peers.protocol import Answer, CannotRunError, Failure, Loaded, PeerSpec, Refusal, Reply, Workload
 from outrider.config import rank_environment
 
 _LEAVE_S = 5.0
 
 
-class PeerFailed(Exception):
+class PeerFailedError(Exception):
     """The peer did not load, raised, or its process ended; the text says why. It is not to be asked again."""
 
 
@@ -37,16 +37,16 @@ class PeerProcess:
         self._spec = spec
 
     def load(self) -> Loaded:
-        """Once, before anything else. Raises PeerFailed."""
+        """Once, before anything else. Raises PeerFailedError."""
         reply = self._ask(self._spec)
         assert isinstance(reply, Loaded), f"a peer answered its spec with {reply}"
         return reply
 
     def generate(self, workload: Workload) -> Answer:
-        """Raises PeerFailed, or CannotRun for a mode that the peer does not have."""
+        """Raises PeerFailedError, or CannotRunError for a mode that the peer does not have."""
         reply = self._ask(workload)
         if isinstance(reply, Refusal):
-            raise CannotRun(reply.reason)
+            raise CannotRunError(reply.reason)
         assert isinstance(reply, Answer), f"a peer answered a workload with {reply}"
         return reply
 
@@ -73,9 +73,9 @@ class PeerProcess:
             self._connection.send(message)
             reply: Reply = self._connection.recv()
         except (EOFError, OSError):
-            raise PeerFailed(f"its process ended {self._exit_text()}") from None
+            raise PeerFailedError(f"its process ended {self._exit_text()}") from None
         if isinstance(reply, Failure):
-            raise PeerFailed(reply.reason)
+            raise PeerFailedError(reply.reason)
         return reply
 
     def _exit_text(self) -> str:

@@ -38,7 +38,7 @@ class Limits:
     max_request_tokens: int  # the longest prompt and its answer
 
 
-class CannotRun(Exception):
+class CannotRunError(Exception):
     """The peer has no such mode; the text says which."""
 
 
@@ -46,7 +46,7 @@ class Peer(Protocol):
     """A loaded engine in one mode."""
 
     def generate(self, workload: Workload) -> Run:
-        """Serve the whole workload, times counted from the request's own start. Raises CannotRun.
+        """Serve the whole workload, times counted from the request's own start. Raises CannotRunError.
 
         Nothing of an earlier call may be reused: no prefix cache.
         """

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from outrider.bench.peers.protocol import CannotRun, Limits, Peer, Workload
+from outrider.bench.peers.protocol import CannotRunError, Limits, Peer, Workload
 from outrider.bench.served import Run, Served
 from outrider.outputs import SpecCounters
 
@@ -43,7 +43,7 @@ class LoadedTransformers:
 
     def generate(self, workload: Workload) -> Run:
         if self._lookup_tokens and workload.streams != 1:
-            raise CannotRun("its prompt lookup serves one stream")
+            raise CannotRunError("its prompt lookup serves one stream")
         began = time.perf_counter()
         served: list[Served] = []
         for start in range(0, len(workload.prompts), workload.streams):

@@ -5,13 +5,24 @@ It receives a spec, loads it, and answers workloads until the connection closes.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
 
 from outrider.bench.machine import peak_rss_bytes
-from outrider.bench.peers.protocol import Answer, CannotRun, Failure, Loaded, Peer, PeerSpec, Refusal, Reply, Workload
+from outrider.bench.peers.protocol import (
+    Answer,
+    CannotRunError,
+    Failure,
+    Loaded,
+    Peer,
+    PeerSpec,
+    Refusal,
+    Reply,
+    Workload,
+)
 
 
 def serve(connection: Connection) -> None:
@@ -30,7 +41,7 @@ def serve(connection: Connection) -> None:
 def _reply(peer: Peer, workload: Workload) -> Reply:
     try:
         return Answer(run=peer.generate(workload), peak_rss_bytes=peak_rss_bytes())
-    except CannotRun as refusal:
+    except CannotRunError as refusal:
         return Refusal(reason=str(refusal))
     except Exception as error:
         return _failure(error)
@@ -43,7 +54,6 @@ def _failure(error: Exception) -> Failure:
 
 
 if __name__ == "__main__":
-    try:
+    # The other side has what it wanted, or is gone.
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(Connection(int(sys.argv[1])))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the other side has what it wanted, or is gone
