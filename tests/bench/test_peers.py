@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.bench.fake_peer import FakePeer
 
-from outrider.bench.figures import Spread
 from outrider.bench.peers.catalog import Candidate, chosen, obstacle
 from outrider.bench.peers.measure import Cell, PeersLoad, PeersReport, measure_peers
 from outrider.bench.peers.ours import Outrider
@@ -48,7 +49,7 @@ def test_turns_rotate_one_at_a_time_on_equal_prompts(tmp_path: Path) -> None:
         ("ours", 1), ("a", 1), ("a", 2), ("ours", 2),
     ]  # fmt: skip
     assert len(entries) == len(real) + 4  # one warm-up a peer and cell
-    assert all(before[3] <= after[2] for before, after in zip(entries, entries[1:], strict=False))
+    assert all(before[3] <= after[2] for before, after in pairwise(entries))
     assert {e[0]: len({f[1] for f in entries if f[0] == e[0]}) for e in entries} == {"a": 1, "ours": 1}
     assert len({e[1] for e in entries}) == 2
     assert {e[8] for e in entries} == {"1"}
@@ -69,7 +70,7 @@ def test_figures_and_ratios_to_the_best_peer(tmp_path: Path) -> None:
     one, two = report.cells
     assert (one.best_peer, two.best_peer) == ("quick", "quick")  # ours is faster, and no peer of ours
     ours = one.peers["ours"]
-    assert ours.figures.output_tokens_per_s == pytest.approx(Spread(median=100.0, min=100.0, max=100.0))
+    assert dataclasses.astuple(ours.figures.output_tokens_per_s) == pytest.approx((100.0, 100.0, 100.0))
     assert two.peers["ours"].figures.output_tokens_per_s.median == pytest.approx(200.0)
     assert ours.over_best_peer is not None
     assert ours.over_best_peer.output_tokens_per_s.median == pytest.approx(2.0)

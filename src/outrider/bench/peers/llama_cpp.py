@@ -68,7 +68,8 @@ class LoadedLlamaCpp:
         while waiting or active:
             while waiting and free:
                 index, prompt = waiting.popleft()
-                active[free[-1]] = self._start(context, free.pop(), index, prompt, workload, began)
+                sequence = free.pop()
+                active[sequence] = self._start(context, sequence, index, prompt, workload, began)
             for sequence, stream in list(active.items()):
                 if len(stream.token_ids) == workload.max_tokens:
                     served[stream.index] = _served(stream, time.perf_counter() - began)
