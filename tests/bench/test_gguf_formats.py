@@ -57,7 +57,8 @@ def test_types_metadata_and_weights(source: Path, name: str, layer: str, steps: 
     for weight, type_steps in (("blk.0.attn_q.weight", steps), ("token_embd.weight", 127)):
         groups = before[weight].reshape(-1, 32)
         error = (after[weight].reshape(-1, 32) - groups).abs().amax(1)
-        # half a step and the rounding of the scale to half precision; Q4_0 has no step for the end of its smaller side, which is then a whole step off
+        # Half a step and the rounding of the scale to half precision. Q4_0 has no step for the end of its smaller
+        # side, which is then a whole step off.
         assert (error <= groups.abs().amax(1) / type_steps * (1.01 if type_steps == 8 else 0.57)).all()
         assert error.max() > 0
 
