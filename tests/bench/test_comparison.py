@@ -6,7 +6,7 @@ import pytest
 
 from outrider.bench.comparison import ContenderFigures, compare, rotated
 from outrider.bench.figures import Spread
-from outrider.bench.run import Run, Served
+from outrider.bench.served import Run, Served
 from outrider.outputs import SpecCounters
 
 

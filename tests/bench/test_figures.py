@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from outrider.bench.figures import Distribution, Spread, bootstrap_ci95, peak_rss_bytes
+from outrider.bench.figures import Distribution, Spread, bootstrap_ci95
 
 
 def test_spread_and_distribution() -> None:
@@ -38,14 +36,3 @@ def test_interval_of_many_prompts_is_that_of_the_normal_law() -> None:
 
 def test_prompts_without_rounds() -> None:
     assert bootstrap_ci95([0, 0], [0, 0]) == (0.0, 0.0)
-
-
-def test_peak_memory_is_in_bytes_and_never_falls() -> None:
-    before = peak_rss_bytes()
-    block = bytearray(64 * 2**20)
-    block[::4096] = b"x" * len(block[::4096])  # touch every page
-    grown = peak_rss_bytes()
-    assert before > 10 * 2**20  # an interpreter takes more, in whatever unit
-    assert grown >= max(before, sys.getsizeof(block))
-    del block
-    assert peak_rss_bytes() >= grown

@@ -12,7 +12,8 @@ from outrider.bench.acceptance import measure_acceptance
 from outrider.bench.contenders import Contenders
 from outrider.bench.http_load import HttpTarget, run_over_http
 from outrider.bench.http_server import serving
-from outrider.bench.run import Run, run_requests
+from outrider.bench.run import run_requests
+from outrider.bench.served import Run
 from outrider.bench.throughput import Load, measure_server
 from outrider.bench.workload import BenchRequest, SamplingPlan
 from outrider.config import EngineArgs

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from outrider.bench.contenders import Contenders
 from outrider.bench.figures import Spread, bootstrap_ci95
-from outrider.bench.run import Served, run_requests
+from outrider.bench.run import run_requests
+from outrider.bench.served import Served
 from outrider.bench.workload import BenchRequest
 from outrider.config import ProposerName
 from outrider.errors import ConfigError

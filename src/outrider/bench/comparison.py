@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from outrider.bench.figures import Distribution, Spread
-from outrider.bench.run import Run
+from outrider.bench.served import Run
 from outrider.config import ProposerName
 from outrider.outputs import SpecCounters
 from outrider.spec_decode.counters import merge_counters
 
+Name = TypeVar("Name", bound=str)
 Runs = Mapping[ProposerName, Sequence[Run]]  # one run a repetition; the same number of each
 
 
@@ -100,7 +102,7 @@ def compare(runs: Runs, *, check_output: bool) -> Comparison:
     )
 
 
-def rotated(names: Sequence[ProposerName], by: int) -> list[ProposerName]:
+def rotated(names: Sequence[Name], by: int) -> list[Name]:
     """The contenders in another order each time, so that none always runs on the cache another has filled."""
     start = by % len(names)
     return [*names[start:], *names[:start]]

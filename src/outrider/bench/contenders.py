@@ -29,25 +29,29 @@ _LEAST_KV_TOKENS = 4096  # for the drafter's self-test
 class Contenders:
     args: EngineArgs  # as asked for, prefix caching and the limit of the queue off
     config: EngineConfig  # what they resolve to
-    target: LoadedModel | None  # None: every rank loads its own
+    target: LoadedModel | None  # None: every engine, or every rank of it, loads its own
     tokenizer: Tokenizer
 
     @classmethod
     def load(cls, args: EngineArgs) -> Contenders:
         """Resolve first, so that what cannot run is refused before weights load."""
-        args = dataclasses.replace(args, enable_prefix_caching=False, max_num_waiting=OFFLINE_MAX_WAITING)
-        resolved = resolve(args)
-        config = resolved.config
-        if resolved.topology.world_size > 1:
-            if args.nnodes > 1 or launcher_from_environment() is not None:
-                raise ConfigError(
-                    f"nnodes={args.nnodes}: bench starts several engines, so its ranks are of one machine"
-                )
-            return cls(args=args, config=config, target=None, tokenizer=resolved.model.load_tokenizer())
+        unloaded = cls.resolved(args)
+        if args.world_size > 1:
+            return unloaded
+        config = unloaded.config
         target = load_model(
             config.model, dtype=config.dtype, device=config.device, attention_backend=config.attention_backend
         )
-        return cls(args=args, config=config, target=target, tokenizer=target.tokenizer)
+        return dataclasses.replace(unloaded, target=target)
+
+    @classmethod
+    def resolved(cls, args: EngineArgs) -> Contenders:
+        """Without weights: every engine that is built loads its own."""
+        args = dataclasses.replace(args, enable_prefix_caching=False, max_num_waiting=OFFLINE_MAX_WAITING)
+        resolved = resolve(args)
+        if args.world_size > 1 and (args.nnodes > 1 or launcher_from_environment() is not None):
+            raise ConfigError(f"nnodes={args.nnodes}: bench starts several engines, so its ranks are of one machine")
+        return cls(args=args, config=resolved.config, target=None, tokenizer=resolved.model.load_tokenizer())
 
     @property
     def names(self) -> tuple[ProposerName, ...]:
@@ -74,7 +78,10 @@ class Contenders:
 
     def num_kv_tokens(self, requests: Sequence[BenchRequest], *, max_concurrency: int) -> int:
         """Room for as many of the longest requests as run together, with the window of a round behind each."""
-        block, window = self.config.kv_block_size, self.config.num_speculative_tokens + 1
         longest = max(len(request.token_ids) + (request.params.max_tokens or 0) for request in requests)
-        together = min(max_concurrency, self.args.max_num_seqs, len(requests))
+        return self.room(together=min(max_concurrency, self.args.max_num_seqs, len(requests)), longest=longest)
+
+    def room(self, *, together: int, longest: int) -> int:
+        """KV tokens of so many requests of ``longest`` tokens each."""
+        block, window = self.config.kv_block_size, self.config.num_speculative_tokens + 1
         return together * (longest + window + block)

@@ -1,9 +1,7 @@
-"""Figures that sum up many measurements, and where this process stands in memory."""
+"""Figures that sum up many measurements."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,9 +57,3 @@ def bootstrap_ci95(numerators: Sequence[int], denominators: Sequence[int]) -> tu
     ratios = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
     low, high = np.percentile(ratios, (2.5, 97.5))
     return float(low), float(high)
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

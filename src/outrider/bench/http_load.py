@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.bench.run import Run, Served
+from outrider.bench.served import Run, Served
 from outrider.bench.workload import BenchRequest
 from outrider.errors import OutriderError
 from outrider.outputs import SpecCounters

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from outrider.bench.comparison import Comparison, compare, rotated
 from outrider.bench.contenders import Contenders
-from outrider.bench.run import Run, run_requests
+from outrider.bench.run import run_requests
+from outrider.bench.served import Run
 from outrider.bench.workload import BenchRequest
 from outrider.config import ProposerName
 from outrider.engine.engine import Engine

@@ -16,7 +16,8 @@ from outrider.bench.contenders import Contenders
 from outrider.bench.http_load import HttpTarget, run_over_http
 from outrider.bench.http_server import serving
 from outrider.bench.latency import warm_up
-from outrider.bench.run import Run, run_requests
+from outrider.bench.run import run_requests
+from outrider.bench.served import Run
 from outrider.bench.workload import BenchRequest
 from outrider.config import ProposerName
 

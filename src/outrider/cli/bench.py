@@ -1,4 +1,4 @@
-"""``outrider bench latency|throughput|acceptance``: flags in, a table and a JSON line out; ``bench`` measures."""
+"""``outrider bench``: flags in, a table and a JSON line out; the package ``bench`` measures."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from outrider.bench.workload import (
 )
 from outrider.cli import bench_report
 from outrider.cli.bench_kernels import kernels_command
+from outrider.cli.bench_peers import peers_command
 from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line
 from outrider.config import EngineArgs
@@ -75,6 +76,7 @@ bench_app = typer.Typer(
 )
 
 bench_app.command("kernels")(kernels_command)
+bench_app.command("peers")(peers_command)
 
 
 @bench_app.command("acceptance")

@@ -14,7 +14,8 @@ import outrider
 from outrider.bench.acceptance import Acceptance, AcceptanceReport
 from outrider.bench.comparison import Comparison, ContenderFigures
 from outrider.bench.contenders import Contenders
-from outrider.bench.figures import Spread, peak_rss_bytes
+from outrider.bench.figures import Spread
+from outrider.bench.machine import peak_rss_bytes
 from outrider.bench.workload import BenchRequest, SamplingPlan
 from outrider.cli.json_output import spec_json
 from outrider.config import ProposerName

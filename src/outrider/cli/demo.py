@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.figures import peak_rss_bytes
+from outrider.bench.machine import peak_rss_bytes
 from outrider.bench.prompt_file import encode_prompt
 from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line, spec_json

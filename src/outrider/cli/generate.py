@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.bench.figures import peak_rss_bytes
+from outrider.bench.machine import peak_rss_bytes
 from outrider.bench.prompt_file import encode_prompt, read_prompts
 from outrider.cli import PROCESS_START
 from outrider.cli.engine_options import with_engine_options
