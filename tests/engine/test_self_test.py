@@ -11,10 +11,8 @@ import pytest
 from tests import fixtures
 from tests.engine.zoo import Zoo, generate, greedy, tokens
 
-from outrider.engine import self_test
 from outrider.errors import CheckpointError
 from outrider.models.drafter_card import DrafterCard, SelfTest, write_card
-from outrider.outputs import SpecCounters
 
 CARD = DrafterCard(
     target="cycle",
@@ -96,26 +94,3 @@ def test_fewer_drafts_than_the_card_was_measured_with(zoo: Zoo, tmp_path: Path, 
     """With 3 drafts no drafter can reach 7 tokens a round: that says nothing about it and must not be a warning."""
     zoo.llm("cycle", with_card(zoo, "perfect", tmp_path / "d"), 3)
     assert messages(log, logging.WARNING) == []
-
-
-@pytest.mark.parametrize(
-    ("rounds", "accepted", "clear"),
-    [
-        (23, (23, 23), False),  # too few
-        (24, (24, 24), True),  # no variance
-        (48, (48, 0), False),  # exactly the floor
-        (60, (40, 30), False),  # 2.17 of 2.0, give or take 0.11
-        (600, (400, 300), True),  # 2.17, give or take 0.04
-        (60, (3, 0), False),
-    ],
-)
-def test_ends_early_only_where_it_is_clear(rounds: int, accepted: tuple[int, int], clear: bool) -> None:
-    total = sum(accepted)
-    spec = SpecCounters(
-        rounds=rounds,
-        offered=2 * rounds,
-        accepted=total,
-        emitted=total + rounds,
-        per_position=tuple((rounds, count) for count in accepted),
-    )
-    assert self_test._is_clear(spec, 2.0) == clear
