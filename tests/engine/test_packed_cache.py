@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     logger.removeHandler(caplog.handler)
 
 
-def text(zoo: Zoo, mode: QuantizationName, **args: str) -> tuple[list[int], int]:
+def text(zoo: Zoo, mode: QuantizationName, **args: Any) -> tuple[list[int], int]:
     """Greedy tokens and rounds."""
     output = generate(zoo.llm("rand", "random", quantization=mode, **args), [random_prompt(9, seed=1)], greedy(30))[0]
     return tokens(output), output.spec.rounds

@@ -135,7 +135,7 @@ def test_long_contexts_are_cut_and_merged_to_the_same_bits(
     length: int, kv_dtype: torch.dtype, kernels: Kernels, tmp_path: Path
 ) -> None:
     """One row over a long context is shared between threads, many rows are not; chunks of positions begin and end."""
-    native = NativeDecoder(
+    native = NativeDecoder.of(
         kernels, ours(oracle("llama", {"max_position_embeddings": 512}), tmp_path), quantization="int8"
     )
     tokens = prompt(length, seed=length)
@@ -158,7 +158,7 @@ def test_long_contexts_are_cut_and_merged_to_the_same_bits(
 
 def test_long_contexts_mean_what_they_do_in_torch(kernels: Kernels, tmp_path: Path) -> None:
     decoder = ours(oracle("llama", {"max_position_embeddings": 512}), tmp_path)
-    native = NativeDecoder(kernels, decoder, quantization="int8")
+    native = NativeDecoder.of(kernels, decoder, quantization="int8")
     tokens = prompt(200, seed=9)
     found = PagedSequences(native, requests=1, max_len=208).run({0: tokens})
     reference = quantised_reference(kernels, decoder, "int8")

@@ -185,6 +185,10 @@ def test_the_loss_over_columns_and_its_gradients_are_near_the_whole() -> None:
     assert columns is not None
     assert abs(float(part.detach()) / float(whole.detach()) - 1) < 0.02
     assert (part_figures.accept_N - figures.accept_N).abs().max() < 0.05
-    assert F.cosine_similarity(y["hidden"].grad.flatten(), x["hidden"].grad.flatten(), dim=0) > 0.98
+    near, exact, w2_gradient = y["hidden"].grad, x["hidden"].grad, y["w2"].grad
+    assert near is not None
+    assert exact is not None
+    assert w2_gradient is not None
+    assert F.cosine_similarity(near.flatten(), exact.flatten(), dim=0) > 0.98
     left_out = [column for column in range(_DRAFT) if column not in columns.index_C.tolist()]
-    assert y["w2"].grad[left_out].abs().sum() == 0
+    assert w2_gradient[left_out].abs().sum() == 0
