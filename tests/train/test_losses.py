@@ -167,7 +167,7 @@ def test_the_loss_over_columns_and_its_gradients_are_near_the_whole() -> None:
         z["teacher"][:, 45:] -= 9
         z["label"] = torch.where(z["label"] < 45, z["label"], -1)
     whole, figures = _run(x | {"hidden": x["hidden"].requires_grad_(), "w2": x["w2"].requires_grad_()}, weights)
-    whole.backward()
+    whole.backward()  # type: ignore[no-untyped-call]
     y["hidden"].requires_grad_()
     y["w2"].requires_grad_()
     columns = choose_columns(_teacher(y), 64, torch.Generator().manual_seed(1))
@@ -181,7 +181,7 @@ def test_the_loss_over_columns_and_its_gradients_are_near_the_whole() -> None:
         weights=weights,
         columns=columns,
     )
-    part.backward()
+    part.backward()  # type: ignore[no-untyped-call]
     assert columns is not None
     assert abs(float(part.detach()) / float(whole.detach()) - 1) < 0.02
     assert (part_figures.accept_N - figures.accept_N).abs().max() < 0.05
