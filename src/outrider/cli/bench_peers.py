@@ -23,6 +23,7 @@ from outrider.bench.peers.measure import Cell, CellReport, PeersLoad, PeersRepor
 from outrider.bench.peers.protocol import Limits, PeerSpec
 from outrider.bench.prompt_file import encode_prompt, read_prompts
 from outrider.bench.workload import BUILT_IN_PROMPTS
+from outrider.cli.bench_report import figures_json
 from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line
 from outrider.config import EngineArgs
@@ -171,7 +172,8 @@ def _json(report: PeersReport, tokenizer: Tokenizer, settings: dict[str, object]
         peers = {}
         for name, peer in each.peers.items():
             peers[name] = dataclasses.asdict(peer) | {
-                "first_answer": tokenizer.decode(peer.first_answer, skip_special_tokens=True)
+                "figures": figures_json(peer.figures),
+                "first_answer": tokenizer.decode(peer.first_answer, skip_special_tokens=True),
             }
         cells.append(
             dataclasses.asdict(each.cell)

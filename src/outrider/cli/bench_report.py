@@ -126,7 +126,7 @@ def comparison_json(benchmark: str, comparison: Comparison, *, settings: Mapping
     equal = comparison.equal_output
     return {
         "benchmark": benchmark,
-        "modes": {name: _figures(figures) for name, figures in comparison.figures.items()},
+        "modes": {name: figures_json(figures) for name, figures in comparison.figures.items()},
         "ratios": {name: dataclasses.asdict(ratio) for name, ratio in comparison.ratios.items()},
         "equal_output": None if equal is None else {"compared": equal.compared, "equal": dict(equal.equal)},
         "peak_rss_bytes": peak_rss_bytes(),
@@ -138,7 +138,7 @@ def server_json(figures: ContenderFigures, *, settings: Mapping[str, object]) ->
     """Of a server elsewhere: nothing to compare it with, and its memory is not ours to see."""
     return {
         "benchmark": "throughput",
-        "modes": {"server": _figures(figures)},
+        "modes": {"server": figures_json(figures)},
         "ratios": {},
         "equal_output": None,
         "peak_rss_bytes": None,
@@ -198,7 +198,7 @@ def _cells(figures: ContenderFigures) -> list[str]:
     ]
 
 
-def _figures(figures: ContenderFigures) -> Json:
+def figures_json(figures: ContenderFigures) -> Json:
     return {**dataclasses.asdict(figures), "spec": _spec(figures.spec), "accepted_length": figures.spec.accepted_length}
 
 
