@@ -16,7 +16,7 @@ from outrider.outputs import SpecCounters
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakePeer:
     module: ClassVar[str] = "outrider"
-    distributions: ClassVar[tuple[str, ...]] = ()
+    distributions: ClassVar[tuple[str, ...]] = ("pytest", "no-such-distribution")
     name: str
     journal: str  # a file that every peer adds a line to for each workload
     seconds_per_token: float = 0.01  # as it claims

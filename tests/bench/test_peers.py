@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.bench.fake_peer import FakePeer
 
-from outrider.bench.peers.catalog import Candidate, chosen, obstacle
+from outrider.bench.peers.catalog import Candidate, chosen, obstacle, versions
 from outrider.bench.peers.measure import Cell, PeersLoad, PeersReport, measure_peers
 from outrider.bench.peers.ours import Outrider
 from outrider.bench.peers.protocol import PeerSpec
@@ -136,3 +136,4 @@ def test_names_and_obstacles(tmp_path: Path) -> None:
     ]
     assert [each.is_ours for each in everyone] == [True, False, False]
     assert obstacle(everyone[2], tmp_path / "model.gguf") == ""
+    assert versions(everyone[1:]) == {"pytest": pytest.__version__, "no-such-distribution": "unknown"}

@@ -69,9 +69,14 @@ def obstacle(candidate: Candidate, model: Path) -> str:
 
 
 def versions(taking_part: Iterable[Candidate]) -> dict[str, str]:
-    """By distribution."""
-    names = dict.fromkeys(name for each in taking_part for name in each.kind.distributions)
-    return {name: importlib.metadata.version(name) for name in names}
+    """By distribution; "unknown" for what can be imported and was not installed as one."""
+    found = {}
+    for name in dict.fromkeys(name for each in taking_part for name in each.kind.distributions):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
 
 
 def _ours(contenders: Contenders, limits: Limits) -> Iterator[Candidate]:

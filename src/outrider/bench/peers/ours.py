@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outrider:
     module: ClassVar[str] = "outrider"
-    distributions: ClassVar[tuple[str, ...]] = ("outrider", "torch")
+    distributions: ClassVar[tuple[str, ...]] = ("torch",)
     args: EngineArgs
     proposer: ProposerName
     limits: Limits
