@@ -146,7 +146,7 @@ def _print(console: Console, report: PeersReport, tokenizer: Tokenizer, settings
 def _table(report: CellReport) -> Table:
     cell = report.cell
     table = Table(title=f"{cell.streams} streams, temperature {cell.temperature:g}")
-    table.add_column("peer")
+    table.add_column("peer", overflow="fold")  # names differ at their ends
     for column in ("output tokens/s", f"x {report.best_peer or 'best peer'}", "prompt tokens/s", "peak MiB"):
         table.add_column(column, justify="right")
     for name, peer in report.peers.items():
