@@ -16,7 +16,8 @@ def test_peak_memory_is_in_bytes_and_never_falls() -> None:
     assert before > 10 * 2**20  # an interpreter takes more, in whatever unit
     assert grown >= max(before, sys.getsizeof(block))
     del block
-    assert peak_rss_bytes() >= grown
+    # The kernel counts pages per processor and sums them up now and then: two readings may differ by some of them.
+    assert peak_rss_bytes() >= grown - 2**20
 
 
 def test_the_machine_has_a_name_and_cores() -> None:
