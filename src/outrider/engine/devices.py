@@ -13,8 +13,7 @@ import torch
 
 from outrider.config import DeviceName, EngineArgs, launcher_from_environment
 from outrider.errors import ConfigError
-
-CPU = torch.device("cpu")
+from outrider.runner.graph_runner import CPU
 
 
 def resolve_device(args: EngineArgs) -> DeviceName:

@@ -74,13 +74,8 @@ def default_kv_dtype(config: ModelConfig, dtype: DTypeName, quantization: Quanti
     Streams over contexts of their own read more of these than of weights, and what rounding them loses is little
     beside what quantised weights lose already (docs/benchmarks.md).
     """
-    if quantization == "none":
-        return dtype
-    try:
-        require_native(config, quantization=quantization, what="model")
-    except ConfigError:
-        return dtype
-    return "bfloat16"
+    covered = quantization != "none" and _obstacle(config, quantization, what="model") is None
+    return "bfloat16" if covered else dtype
 
 
 def required_kernels() -> Kernels:
@@ -200,9 +195,16 @@ def _kernels_for(drafter: DrafterConfig, quantization: QuantizationName) -> Kern
     """None without a quantization, and where no kernel covers the drafter (expert layers)."""
     if quantization == "none":
         return None
-    try:
-        require_native(drafter.decoder, quantization=quantization, what="drafter")
-    except ConfigError as error:
+    if error := _obstacle(drafter.decoder, quantization, what="drafter"):
         logger.info("the drafter runs in torch: %s", error)
         return None
     return required_kernels()
+
+
+def _obstacle(config: ModelConfig, quantization: QuantizationName, *, what: str) -> ConfigError | None:
+    """Why no kernel covers a model; None where kernels do."""
+    try:
+        require_native(config, quantization=quantization, what=what)
+    except ConfigError as error:
+        return error
+    return None
