@@ -9,8 +9,7 @@ export PROMPT
 .PHONY: demo test test-slow test-matrix test-failures lint format clean
 
 demo: $(STAMP)
-	@if [ -n "$$PROMPT" ]; then $(BIN)/outrider demo --dtype bfloat16 --prompt "$$PROMPT"; \
-	else $(BIN)/outrider demo --dtype bfloat16; fi
+	@if [ -n "$$PROMPT" ]; then $(BIN)/outrider demo --prompt "$$PROMPT"; else $(BIN)/outrider demo; fi
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not matrix and not failures"

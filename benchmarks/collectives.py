@@ -122,6 +122,7 @@ def engine_args(setup: Setup, root: Path) -> EngineArgs:
         max_num_seqs=MAX_REQUESTS,
         max_num_batched_tokens=1024,
         kv_cache_memory_bytes=1 << 24,
+        quantization="none",
         enforce_eager=not setup.tiers,
         data_parallel_size=setup.dp,
         tensor_parallel_size=setup.tp,

@@ -6,6 +6,7 @@ spells them. It resolves once, before weights load, to a frozen ``EngineConfig``
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from dataclasses import dataclass
@@ -162,12 +163,12 @@ class EngineArgs:
     draft: str = "auto"
     num_speculative_tokens: int | None = None
     draft_confidence_threshold: float = 0.0
-    prompt_lookup_max: int = 3
-    prompt_lookup_min: int = 1
+    prompt_lookup_max: int | None = None  # None: 3
+    prompt_lookup_min: int | None = None  # None: 1
     draft_self_test: bool = True
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     attention_backend: str = "auto"
-    quantization: Literal["auto", "none", "int8", "int4"] = "none"
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     enforce_eager: bool | None = None
     mask_padded_tokens: Literal["auto", "on", "off"] = "auto"
     data_parallel_size: int = 1
@@ -178,7 +179,7 @@ class EngineArgs:
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int | None = None  # None: with one node any free port, with several 29501
-    distributed_timeout_seconds: int = 300
+    distributed_timeout_seconds: int | None = None  # None: 300
 
     def __post_init__(self) -> None:
         """Rules that need no checkpoint; the rest is checked by ``engine.setup`` before weights load."""
@@ -188,17 +189,16 @@ class EngineArgs:
         _require_choice("mask_padded_tokens", self.mask_padded_tokens, ("auto", "on", "off"))
         _require_choice("all2all_backend", self.all2all_backend, ("allgather_reducescatter", "alltoall"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size", "max_num_waiting",
-                     "prompt_lookup_max", "prompt_lookup_min", "data_parallel_size", "tensor_parallel_size", "nnodes",
-                     "distributed_timeout_seconds"):  # fmt: skip
+                     "data_parallel_size", "tensor_parallel_size", "nnodes"):  # fmt: skip
             _require_at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "kv_cache_memory_bytes", "num_speculative_tokens"):
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_speculative_tokens", "prompt_lookup_max",
+                     "prompt_lookup_min", "distributed_timeout_seconds"):  # fmt: skip
             if getattr(self, name) is not None:
                 _require_at_least(name, getattr(self, name), 1)
         _require_at_least("seed", self.seed, 0)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ConfigError(
-                f"prompt_lookup_min={self.prompt_lookup_min} must not exceed prompt_lookup_max={self.prompt_lookup_max}"
-            )
+        least, most = self.prompt_lookup_range
+        if least > most:
+            raise ConfigError(f"prompt_lookup_min={least} must not exceed prompt_lookup_max={most}")
         if not 0.0 <= self.draft_confidence_threshold <= 1.0:
             raise ConfigError(f"draft_confidence_threshold={self.draft_confidence_threshold} must lie in 0..1")
         self._check_nodes()
@@ -207,6 +207,23 @@ class EngineArgs:
     def world_size(self) -> int:
         """Ranks, each a process where there are several."""
         return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def prompt_lookup_range(self) -> tuple[int, int]:
+        """Shortest and longest run of tokens that prompt lookup searches for."""
+        return self.prompt_lookup_min or 1, self.prompt_lookup_max or 3
+
+    @property
+    def collective_timeout_seconds(self) -> int:
+        """How long ranks wait for one another."""
+        return self.distributed_timeout_seconds or 300
+
+    def drafting_with(self, draft: str) -> EngineArgs:
+        """One engine of a comparison between proposers: what its own has no use for is left open."""
+        args = self
+        if draft != self.draft:
+            args = dataclasses.replace(args, draft=draft, num_speculative_tokens=None, draft_confidence_threshold=0.0)
+        return args if draft == "lookup" else dataclasses.replace(args, prompt_lookup_max=None, prompt_lookup_min=None)
 
     def _check_nodes(self) -> None:
         if self.world_size % self.nnodes:
@@ -222,6 +239,11 @@ class EngineArgs:
             raise ConfigError(f"master_addr={self.master_addr!r} is where several nodes meet; nnodes=1")
         if self.world_size == 1 and self.master_port is not None:
             raise ConfigError(f"master_port={self.master_port} is where ranks meet; there is one rank only")
+        if self.world_size == 1 and self.distributed_timeout_seconds is not None:
+            raise ConfigError(
+                f"distributed_timeout_seconds={self.distributed_timeout_seconds} is how long ranks wait for one "
+                "another; there is one rank only"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

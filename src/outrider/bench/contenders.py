@@ -1,9 +1,10 @@
-"""The engines that are compared: drafting as asked for, prompt lookup, and no drafting, over one loaded target.
+"""The engines that are compared: drafting as asked for, prompt lookup, and no drafting, over one target's weights.
 
 They differ in the proposer alone: same weights, same kernels, same limits, and prompt lookup proposes as many tokens
-as the drafter does. With several ranks each engine is a group of processes with weights of its own. Prefix caching is
-off, or a repetition would find its own prompts in the cache. The KV pools are as small as the workload allows, so that
-peak memory says something although several engines are in memory.
+as the drafter does. Weights of torch modules are loaded once; packed weights each engine maps from the cache, so they
+are in memory once, too. With several ranks each engine is a group of processes. Prefix caching is off, or a repetition
+would find its own prompts in the cache. The KV pools are as small as the workload allows, so that peak memory says
+something although several engines are in memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from outrider.config import EngineArgs, EngineConfig, ProposerName, launcher_fro
 from outrider.engine.engine import Engine
 from outrider.engine.launch import make_engine
 from outrider.engine.llm import OFFLINE_MAX_WAITING
+from outrider.engine.quantization import load_shared_target
 from outrider.engine.setup import build_engine, resolve
 from outrider.errors import ConfigError
-from outrider.models.source import LoadedModel, load_model
+from outrider.models.source import LoadedModel
 from outrider.models.tokenizer import Tokenizer
 
 _LEAST_KV_TOKENS = 4096  # for the drafter's self-test
@@ -29,26 +31,21 @@ _LEAST_KV_TOKENS = 4096  # for the drafter's self-test
 class Contenders:
     args: EngineArgs  # as asked for, prefix caching and the limit of the queue off
     config: EngineConfig  # what they resolve to
-    target: LoadedModel | None  # None: every engine, or every rank of it, loads its own
+    target: LoadedModel | None  # None: every engine, or every rank of it, loads or maps its own
     tokenizer: Tokenizer
 
     @classmethod
     def load(cls, args: EngineArgs) -> Contenders:
         """Resolve first, so that what cannot run is refused before weights load."""
         unloaded = cls.resolved(args)
-        if args.world_size > 1:
-            return unloaded
-        config = unloaded.config
-        target = load_model(
-            config.model, dtype=config.dtype, device=config.device, attention_backend=config.attention_backend
-        )
+        target = None if args.world_size > 1 else load_shared_target(unloaded.config)
         return dataclasses.replace(unloaded, target=target)
 
     @classmethod
     def resolved(cls, args: EngineArgs) -> Contenders:
         """Without weights: every engine that is built loads its own."""
         args = dataclasses.replace(args, enable_prefix_caching=False, max_num_waiting=OFFLINE_MAX_WAITING)
-        resolved = resolve(args)
+        resolved = resolve(args.drafting_with(args.draft))
         if args.world_size > 1 and (args.nnodes > 1 or launcher_from_environment() is not None):
             raise ConfigError(f"nnodes={args.nnodes}: bench starts several engines, so its ranks are of one machine")
         return cls(args=args, config=resolved.config, target=None, tokenizer=resolved.model.load_tokenizer())
@@ -61,13 +58,11 @@ class Contenders:
     def build(self, name: ProposerName, *, num_kv_tokens: int) -> Engine:
         """A fresh engine with this proposer and room for ``num_kv_tokens`` tokens, unless the user set the memory."""
         args = self.args
-        if name != self.config.proposer:
-            args = dataclasses.replace(
-                args,
-                draft=name,
-                num_speculative_tokens=self.config.num_speculative_tokens or args.num_speculative_tokens,
-                draft_confidence_threshold=0.0,
-            )
+        if name == self.config.proposer:
+            args = args.drafting_with(args.draft)
+        else:
+            gamma = self.config.num_speculative_tokens or args.num_speculative_tokens
+            args = dataclasses.replace(args.drafting_with(name), num_speculative_tokens=gamma)
         if args.kv_cache_memory_bytes is None:
             layout = resolve(args).layout
             needed_tokens = max(num_kv_tokens, args.max_model_len or _LEAST_KV_TOKENS)

@@ -100,7 +100,8 @@ def acceptance_command(
         raise ConfigError(f"data={[str(path) for path in data]} names a file twice")
     texts = {str(path): read_prompts(path, limit) for path in data}
     plan = _plan(max_tokens, temperature, top_p, ignore_eos, sampling_seed)
-    require_drafts(resolve(engine_args).config.proposer, draft=engine_args.draft, model=engine_args.model)
+    drafting = resolve(engine_args.drafting_with(engine_args.draft)).config
+    require_drafts(drafting.proposer, draft=engine_args.draft, model=engine_args.model)
     contenders = Contenders.load(engine_args)
     requests = {
         name: requests_of_texts(each, plan, tokenizer=contenders.tokenizer, raw=raw) for name, each in texts.items()

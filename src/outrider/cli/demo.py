@@ -16,9 +16,9 @@ from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
+from outrider.engine.quantization import load_shared_target
 from outrider.engine.setup import build_engine, resolve
 from outrider.errors import ConfigError
-from outrider.models.source import load_model
 from outrider.outputs import RequestOutput, SpecCounters
 from outrider.runner.kv_memory import KVLayout
 from outrider.sampling_params import SamplingParams
@@ -51,24 +51,18 @@ def demo_command(
     """Stream an answer with the drafter, then run the same without drafting and with prompt lookup, and compare."""
     console = Console()
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=engine_args.seed)
-    resolved = resolve(engine_args)
+    resolved = resolve(engine_args.drafting_with(engine_args.draft))
     if resolved.topology.world_size > 1:
         raise ConfigError(
             f"data_parallel_size={engine_args.data_parallel_size} and tensor_parallel_size="
             f"{engine_args.tensor_parallel_size}: the demo compares engines of one rank; see bench for more"
         )
-    target = load_model(
-        engine_args.model,
-        dtype=resolved.config.dtype,
-        device=resolved.config.device,
-        attention_backend=resolved.config.attention_backend,
-    )
+    target = load_shared_target(resolved.config)
     runs = []
     for draft in dict.fromkeys((engine_args.draft, "none", "lookup")):
         first = draft == engine_args.draft
-        args = dataclasses.replace(engine_args, kv_cache_memory_bytes=_small_kv(engine_args, resolved.layout))
-        if not first:
-            args = dataclasses.replace(args, draft=draft, num_speculative_tokens=None, draft_confidence_threshold=0.0)
+        args = engine_args.drafting_with(draft)
+        args = dataclasses.replace(args, kv_cache_memory_bytes=_small_kv(engine_args, resolved.layout))
         core = build_engine(args, target=target)
         if first:
             console.print(f"[bold]{prompt}[/bold]")

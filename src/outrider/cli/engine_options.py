@@ -20,7 +20,8 @@ P = ParamSpec("P")
 
 MODEL_HELP = "Name of an embedded model, a GGUF file, a Hugging Face directory or a hub id."
 HELP: dict[str, str] = {
-    "dtype": "Type of weights and KV; auto is the checkpoint's own, and bfloat16 for the KV of quantized models.",
+    "dtype": "Type of weights and KV; a type makes --quantization auto mean none. auto: the checkpoint's own, and "
+    "bfloat16 for the KV of quantized models.",
     "seed": "Seed of the engine; a request without a seed of its own draws from it.",
     "max_model_len": "Context limit in tokens; by default the model's.",
     "max_num_seqs": "Sequences decoded together at most.",
@@ -33,13 +34,14 @@ HELP: dict[str, str] = {
     "draft": "auto (the drafter bundled for the model), none, lookup (prompt lookup) or a drafter's directory.",
     "num_speculative_tokens": "Tokens proposed per round; by default all that the drafter was trained for.",
     "draft_confidence_threshold": "Verify drafts only up to the first of lower confidence; 0 verifies all.",
-    "prompt_lookup_max": "Longest run of tokens that prompt lookup searches for.",
-    "prompt_lookup_min": "Shortest run of tokens that prompt lookup searches for.",
+    "prompt_lookup_max": "Longest run of tokens that prompt lookup searches for; by default 3.",
+    "prompt_lookup_min": "Shortest run of tokens that prompt lookup searches for; by default 1.",
     "draft_self_test": "Hold the drafter against the figure stored beside it when it is loaded.",
     "device": "cpu, cuda, or auto (a CUDA device where there is one).",
     "attention_backend": "Attention implementation: auto (the device's), reference, or static (shapes that a GPU can "
     "capture).",
-    "quantization": "Weights of compiled CPU passes: none (torch), int8, int4, or auto (the best that loses nothing).",
+    "quantization": "Weights of compiled CPU passes: int8, int4 or none (torch). auto: int4 for 4-bit GGUF files and "
+    "int8 for others, where passes can be compiled, cover the model and no --dtype is given; else none.",
     "enforce_eager": "Capture no tiers; by default so on a CPU, where they only pad, and not on accelerators.",
     "mask_padded_tokens": "Keep padding rows from experts: auto (with expert parallelism over ranks), on or off.",
     "data_parallel_size": "Ranks with requests of their own; limits such as max-num-seqs are per such rank.",
@@ -51,7 +53,8 @@ HELP: dict[str, str] = {
     "node_rank": "This machine's number; machine 0 takes the requests.",
     "master_addr": "Address of machine 0, where several meet.",
     "master_port": "Port there; by default a free one, with several machines 29501.",
-    "distributed_timeout_seconds": "A rank that does not come to a collective for so long ends the group.",
+    "distributed_timeout_seconds": "A rank that does not come to a collective for so long ends the group; by "
+    "default 300.",
 }
 
 

@@ -174,16 +174,17 @@ def _launch(args: EngineArgs, meeting: _Meeting, build: BuildEngine) -> EngineGr
         tokenizer=tokenizer,
         vocab_size=resolved.model.config.vocab_size,
         eos_token_ids=resolved.model.config.eos_token_ids,
-        timeout_s=args.distributed_timeout_seconds,
+        timeout_s=args.collective_timeout_seconds,
     )
 
 
 def _pinned(args: EngineArgs, resolved: ResolvedEngine) -> EngineArgs:
-    """What ranks are to resolve alike, whatever memory each sees free."""
+    """What ranks are to resolve alike, whatever memory and compiler each finds."""
     return dataclasses.replace(
         args,
         kv_cache_memory_bytes=resolved.layout.total_bytes,
         max_model_len=resolved.config.max_model_len,
+        quantization=resolved.config.quantization,
         max_num_waiting=UNLIMITED_WAITING,
     )
 

@@ -1,14 +1,17 @@
 """What ``--quantization`` means: which weights run in compiled passes, and what is refused by name.
 
 ``none`` runs the torch modules. ``int8`` and ``int4`` pack the target for the compiled kernels (the LM head is int8 in
-both) and a dense drafter in int8; a drafter with expert layers stays as it is. ``auto`` chooses them where this machine
-can build them and the model is covered: int4 for a GGUF file whose layers are 4-bit already, which loses nothing, int8
-for everything else.
+both) and a dense drafter in int8; a drafter with expert layers stays as it is. ``auto``, the default, chooses them
+where this machine has kernels and they cover the model and its options: int4 for a GGUF file whose layers are 4-bit
+already, which is nearer to that file than int8 and faster; int8 for everything else. A ``--dtype`` alone asks for
+weights of that type, so it makes ``auto`` mean ``none``; with a quantization it is the type of what stays plain, keys
+and values included. Where ``auto`` is ``none`` and nobody asked for that, the log says why, in one line.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -45,27 +48,42 @@ logger = get_logger(__name__)
 
 def resolve_quantization(args: EngineArgs, model: ModelDescription, *, device: DeviceName) -> QuantizationName:
     """Raises ConfigError for a quantization that cannot run here; ``auto`` is then ``none``."""
-    if args.quantization == "none":
+    if args.quantization == "none" or (args.quantization == "auto" and args.dtype != "auto"):
         return "none"
     wanted: QuantizationName = model.quantization if args.quantization == "auto" else args.quantization
     try:
-        if device != "cpu":
-            raise ConfigError(
-                f"quantization={wanted!r} runs compiled CPU passes; it needs device='cpu', not {device!r}"
-            )
-        if args.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"quantization={wanted!r} shares no layer between ranks; it needs tensor_parallel_size=1, not "
-                f"{args.tensor_parallel_size}"
-            )
-        require_native(model.config, quantization=wanted, what="model")
-        if load_kernels() is None:
-            raise ConfigError(f"quantization={wanted!r} needs a C++ compiler (g++ or clang++) that builds its kernels")
-    except ConfigError:
+        _require_cover(args, model.config, wanted, device=device)
+    except ConfigError as error:
         if args.quantization == "auto":
+            _say_once(f"the model runs in torch, unquantised: {error}")
             return "none"
         raise
     return wanted
+
+
+def _require_cover(args: EngineArgs, model: ModelConfig, wanted: QuantizationName, *, device: DeviceName) -> None:
+    """Raises ConfigError where compiled passes do not run this model with these options on this machine."""
+    if device != "cpu":
+        raise ConfigError(f"quantization={wanted!r} runs compiled CPU passes; it needs device='cpu', not {device!r}")
+    if args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"quantization={wanted!r} shares no layer between ranks; it needs tensor_parallel_size=1, not "
+            f"{args.tensor_parallel_size}"
+        )
+    if args.attention_backend != "auto":
+        raise ConfigError(
+            f"quantization={wanted!r} has an attention of its own; it needs attention_backend='auto', not "
+            f"{args.attention_backend!r}"
+        )
+    require_native(model, quantization=wanted, what="model")
+    if load_kernels() is None:
+        raise ConfigError(f"quantization={wanted!r} needs a C++ compiler (g++ or clang++) that builds its kernels")
+
+
+@cache
+def _say_once(line: str) -> None:
+    """Configurations are resolved by several hands: the front, each rank, each engine that is compared."""
+    logger.info(line)
 
 
 def default_kv_dtype(config: ModelConfig, dtype: DTypeName, quantization: QuantizationName) -> DTypeName:
@@ -165,6 +183,18 @@ def ready_drafter(
     own = with_target_vocab(own, target.config.vocab_size)
     native = NativeDrafter(kernels, own, weights, embedding_VD=embedding, dtype=TORCH_DTYPES[config.dtype])
     return Drafter(native, own, read_card(path))
+
+
+def load_shared_target(config: EngineConfig) -> LoadedModel | None:
+    """The target of several engines in this process, loaded once.
+
+    None with a quantization: each maps the packed weights in the cache, whose pages are in memory once all the same.
+    """
+    if config.quantization != "none":
+        return None
+    return load_model(
+        config.model, dtype=config.dtype, device=config.device, attention_backend=config.attention_backend
+    )
 
 
 def quantised_target(model: Decoder, quantization: QuantizationName) -> Decoder | NativeDecoder:

@@ -75,7 +75,6 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     topology = topology_of(args)
     model = describe_model(args.model)
     topology.check_target(model.config)
-    dtype: DTypeName = model.dtype if args.dtype == "auto" else args.dtype
     limit = model.config.max_position_embeddings
     wanted_len = args.max_model_len if args.max_model_len is not None else limit
     if wanted_len > limit:
@@ -89,11 +88,13 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
             "enforce_eager on device='cuda'"
         )
     quantization = resolve_quantization(args, model, device=device)
+    dtype: DTypeName = model.dtype if args.dtype == "auto" else args.dtype
     path, drafters = _choose_drafter(args, model)
     for drafter in drafters:
         topology.check_drafter(drafter)
-    _require_a_use(args, has_experts=any(shape.has_experts for shape in (model.config, *(d.decoder for d in drafters))))
     proposer: ProposerName = "lookup" if args.draft == "lookup" else "dspark" if drafters else "none"
+    shapes = (model.config, *(drafter.decoder for drafter in drafters))
+    _require_a_use(args, has_experts=any(shape.has_experts for shape in shapes), proposer=proposer)
     if drafters:
         gamma = check_num_speculative_tokens(args.num_speculative_tokens, drafters[0])
     elif proposer == "lookup":
@@ -136,8 +137,8 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         drafter_path=path,
         num_speculative_tokens=gamma,
         draft_confidence_threshold=args.draft_confidence_threshold,
-        prompt_lookup_max=args.prompt_lookup_max,
-        prompt_lookup_min=args.prompt_lookup_min,
+        prompt_lookup_max=args.prompt_lookup_range[1],
+        prompt_lookup_min=args.prompt_lookup_range[0],
         draft_self_test=args.draft_self_test,
         device=device,
         attention_backend=args.attention_backend,
@@ -149,13 +150,18 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
     return ResolvedEngine(config=config, model=model, drafters=drafters, layout=layout, topology=topology)
 
 
-def _require_a_use(args: EngineArgs, *, has_experts: bool) -> None:
+def _require_a_use(args: EngineArgs, *, has_experts: bool, proposer: ProposerName) -> None:
     """Refuse what would be accepted and then have no effect: the user means another model, or more ranks."""
     if args.all2all_backend == "alltoall" and args.world_size == 1:
         raise ConfigError(
             "all2all_backend='alltoall' sends rows between ranks; there is one rank only (data_parallel_size=1 * "
             "tensor_parallel_size=1)"
         )
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        if proposer != "lookup" and getattr(args, name) is not None:
+            raise ConfigError(
+                f"{name}={getattr(args, name)} is about prompt lookup; it needs draft='lookup', not {args.draft!r}"
+            )
     if has_experts:
         return
     if args.enable_expert_parallel:

@@ -96,7 +96,7 @@ def _serve(rank: int, start: Start, connection: Connection, inbox: Inbox) -> Non
         rank,
         backend="gloo" if device.type == "cpu" else "nccl",
         init_method=f"tcp://{start.store_host}:{start.store_port}",
-        timeout=timedelta(seconds=start.args.distributed_timeout_seconds),
+        timeout=timedelta(seconds=start.args.collective_timeout_seconds),
     )
     core = start.build(start.args, parallel=parallel)
 
