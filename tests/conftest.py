@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from outrider.models import packed_weights
+from outrider.models import packed_cache
 from outrider.ops.native_kernels import Kernels, load_kernels
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -32,5 +32,5 @@ def _packed_weights_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Fixture models leave nothing in the user's cache. Commands that tests run as processes do use it."""
     directory = tmp_path_factory.mktemp("packed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_weights, "packed_directory", lambda: directory)
+        patch.setattr(packed_cache, "packed_directory", lambda: directory)
         yield

@@ -22,7 +22,12 @@ EXIT_S = 10.0  # within which every process of a group that fails has ended
 
 def group_args(zoo: Zoo, target: str, drafter: str = "none", **changes: Any) -> EngineArgs:
     draft = drafter if drafter == "none" else str(zoo.path(drafter))
-    args: dict[str, Any] = {"kv_cache_memory_bytes": SMALL_POOL, "data_parallel_size": 2, "draft_self_test": False}
+    args: dict[str, Any] = {
+        "kv_cache_memory_bytes": SMALL_POOL,
+        "quantization": zoo.quantization,
+        "data_parallel_size": 2,
+        "draft_self_test": False,
+    }
     return EngineArgs(model=str(zoo.path(target)), draft=draft, **{**args, **changes})
 
 

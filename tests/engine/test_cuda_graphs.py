@@ -57,6 +57,7 @@ def test_replays_change_no_token(
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=64,
             kv_cache_memory_bytes=1 << 22,
+            quantization="none",
             **args,
         )
 

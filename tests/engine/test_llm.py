@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests import fixtures
 from tests.engine.failing import core_failing_at_step
-from tests.engine.zoo import BLOCK_BYTES, Zoo, generate, greedy, random_prompt, run_to_end, tokens
+from tests.engine.zoo import Zoo, generate, greedy, on_every_back_end, random_prompt, run_to_end, tokens
 from tests.fixtures import CHARACTERS
 
 from outrider import LLM, SamplingParams
@@ -103,9 +103,10 @@ def test_unknown_arguments_and_models_are_named(zoo: Zoo) -> None:
         LLM("no/such-model-here/at/all")
 
 
+@on_every_back_end
 def test_the_memory_bounds_the_context_limit(zoo: Zoo) -> None:
     """Where nobody asked for a limit it is what the pool holds; requests beyond it are clamped or refused."""
-    small = zoo.llm("cycle", "perfect", 7, kv_cache_memory_bytes=5 * BLOCK_BYTES)
+    small = zoo.llm("cycle", "perfect", 7, kv_cache_memory_bytes=5 * zoo.block_bytes)
     assert small.stats().kv_blocks_total == 5
     output = generate(small, [IDS], greedy(500))[0]
     assert tokens(output) == fixtures.continuation(IDS, 80 - 3)
@@ -114,6 +115,7 @@ def test_the_memory_bounds_the_context_limit(zoo: Zoo) -> None:
         generate(small, [[1] * 80], greedy(1))
 
 
+@on_every_back_end
 def test_good_requests_go_on_while_bad_ones_are_refused(zoo: Zoo) -> None:
     core = zoo.llm("cycle", "perfect", 7, max_num_waiting=2).core
     core.add_request(request_id="good", prompt=None, prompt_token_ids=IDS, params=greedy(40))
@@ -135,6 +137,7 @@ def test_good_requests_go_on_while_bad_ones_are_refused(zoo: Zoo) -> None:
     assert core.stats().kv_blocks_free == core.stats().kv_blocks_total
 
 
+@on_every_back_end
 def test_a_step_that_raises_leaves_nothing_for_the_next_call(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.engine.setup.EngineCore", core_failing_at_step(2))
     llm = zoo.llm("layered", "context", 7)
@@ -161,6 +164,7 @@ class BrokenTokenizer(Tokenizer):
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
+@on_every_back_end
 def test_a_failure_of_one_request_ends_that_one_alone(zoo: Zoo) -> None:
     core = zoo.llm("cycle", "perfect", 7).core
     core.tokenizer = BrokenTokenizer(core.tokenizer, hole=fixtures.ORBIT[12])
@@ -188,6 +192,7 @@ def poisoned(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(fixtures.write_target(tmp_path_factory.mktemp("poisoned"), tensors))
 
 
+@on_every_back_end
 @pytest.mark.parametrize("drafter", ["none", "perfect", "random"])
 def test_logits_that_are_not_finite_end_their_request_alone(drafter: str, poisoned: str, zoo: Zoo) -> None:
     llm = zoo.llm(poisoned, drafter)
@@ -203,6 +208,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(drafter: str, poison
     assert llm.stats().kv_blocks_free == llm.stats().kv_blocks_total
 
 
+@on_every_back_end
 def test_a_rejected_draft_cannot_end_a_request(zoo: Zoo, tmp_path: Path) -> None:
     """Logits behind token 30 overflow. WRONG proposes it where 29 is right; the target alone never runs it."""
     tensors = load_file(zoo.path("cycle") / "model.safetensors")
@@ -215,6 +221,7 @@ def test_a_rejected_draft_cannot_end_a_request(zoo: Zoo, tmp_path: Path) -> None
     assert generate(llm, [[30]], greedy(3))[0].outputs[0].finish_reason == "error"
 
 
+@on_every_back_end
 def test_requests_of_one_token_prompts_and_long_batches(zoo: Zoo) -> None:
     """More requests than seats: all are answered, in the order they were asked."""
     llm = zoo.llm("cycle", "perfect", 7, max_num_seqs=3)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from tests import fixtures
 from tests.engine.zoo import (
-    BLOCK_BYTES,
     Zoo,
     assert_same_but_for_ties,
     generate,
     greedy,
+    on_every_back_end,
     random_prompt,
     run_to_end,
     tokens,
@@ -23,6 +23,8 @@ from tests.engine.zoo import (
 
 from outrider import LLM, SamplingParams
 from outrider.outputs import RequestOutput
+
+pytestmark = on_every_back_end
 
 
 def context_llm(zoo: Zoo, **engine_args: Any) -> LLM:
@@ -47,7 +49,7 @@ def test_the_context_limit_clamps_every_depth_alike(max_tokens: int | None, zoo:
     for gamma in (1, 4, 7) if max_tokens is None else (7,):
         llm = zoo.llm("rand", "random", gamma, max_model_len=40)
         for reference, output in zip(references, generate(llm, prompts, params), strict=True):
-            assert_same_but_for_ties(reference, output, f"gamma {gamma}")
+            assert_same_but_for_ties(reference, output, f"gamma {gamma}", tie=zoo.tie)
             assert output.outputs[0].finish_reason == "length"
         assert llm.stats().kv_blocks_free == llm.stats().kv_blocks_total
 
@@ -128,7 +130,7 @@ def test_a_prefix_is_shared_while_its_first_owner_still_runs(zoo: Zoo) -> None:
 def test_preemption_changes_neither_text_nor_rounds(caching: bool, zoo: Zoo) -> None:
     """Four requests that need 6 or 7 blocks each, in a pool of 10."""
     prompts = [fixtures.orbit_prompt(20 + 3 * i, first_generated_index=5 * i) for i in range(4)]
-    llm = context_llm(zoo, kv_cache_memory_bytes=10 * BLOCK_BYTES, enable_prefix_caching=caching)
+    llm = context_llm(zoo, kv_cache_memory_bytes=10 * zoo.block_bytes, enable_prefix_caching=caching)
     outputs = generate(llm, prompts, greedy(65))
     stats = llm.stats()
     assert stats.kv_blocks_total == 10
@@ -146,7 +148,7 @@ def test_preemption_of_sampled_requests_continues_their_streams(zoo: Zoo) -> Non
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=40, presence_penalty=0.5, ignore_eos=True) for i in range(3)
     ]
-    tight = zoo.llm("rand", "random", 7, kv_cache_memory_bytes=9 * BLOCK_BYTES)
+    tight = zoo.llm("rand", "random", 7, kv_cache_memory_bytes=9 * zoo.block_bytes)
     outputs = generate(tight, prompts, params)
     assert tight.stats().preemptions_total > 0
     roomy = zoo.llm("rand", "random", 7)
@@ -161,7 +163,7 @@ def test_preemption_of_sampled_requests_continues_their_streams(zoo: Zoo) -> Non
 
 def test_abort_at_every_stage_frees_all_and_harms_nobody(zoo: Zoo) -> None:
     """One request aborted waiting, one mid-prefill, one decoding, one with n = 3 half-way."""
-    llm = context_llm(zoo, kv_cache_memory_bytes=14 * BLOCK_BYTES, max_num_batched_tokens=32)
+    llm = context_llm(zoo, kv_cache_memory_bytes=14 * zoo.block_bytes, max_num_batched_tokens=32)
     core = llm.core
 
     def add(request_id: str, length: int, **params: Any) -> None:
@@ -202,7 +204,7 @@ def test_abort_at_every_stage_frees_all_and_harms_nobody(zoo: Zoo) -> None:
 
 
 def test_abort_of_a_preempted_request(zoo: Zoo) -> None:
-    core = context_llm(zoo, kv_cache_memory_bytes=9 * BLOCK_BYTES).core
+    core = context_llm(zoo, kv_cache_memory_bytes=9 * zoo.block_bytes).core
     for i in range(3):
         prompt = fixtures.orbit_prompt(20, first_generated_index=7 * i)
         core.add_request(request_id=f"r{i}", prompt=None, prompt_token_ids=prompt, params=greedy(65))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.zoo import Zoo, decode, generate, greedy, random_prompt, tokens
+from tests.engine.zoo import Zoo, decode, generate, greedy, on_every_back_end, random_prompt, tokens
 from tests.reference_drafter import ReferenceTarget
 
 from outrider import SamplingParams
@@ -23,6 +23,7 @@ MIX: list[dict[str, Any]] = [
 ]
 
 
+@on_every_back_end
 @pytest.mark.parametrize(("drafter", "gamma"), [("random", 7), ("none", None)])
 def test_a_mixed_batch_gives_each_request_its_solo_run(drafter: str, gamma: int | None, zoo: Zoo) -> None:
     prompts = [random_prompt(9 + 4 * i, seed=i) for i in range(len(MIX))]
@@ -36,6 +37,7 @@ def test_a_mixed_batch_gives_each_request_its_solo_run(drafter: str, gamma: int 
         assert output.outputs[0].finish_reason == solo.outputs[0].finish_reason
 
 
+@on_every_back_end
 def test_seeds_reproduce_and_differ(zoo: Zoo) -> None:
     llm, prompt = zoo.llm("rand", "random", 5), random_prompt(8)
 
@@ -52,6 +54,7 @@ def test_seeds_reproduce_and_differ(zoo: Zoo) -> None:
     assert sampled(None) != sampled(None)
 
 
+@on_every_back_end
 def test_the_engines_seed_decides_for_requests_without_one(zoo: Zoo) -> None:
     params = SamplingParams(n=2, max_tokens=10, ignore_eos=True)
     runs = []
@@ -62,6 +65,7 @@ def test_the_engines_seed_decides_for_requests_without_one(zoo: Zoo) -> None:
     assert runs[0] != runs[2]
 
 
+@on_every_back_end
 def test_n_counts_all_its_tokens_and_rounds(zoo: Zoo) -> None:
     llm = zoo.llm("rand", "random", 7)
     output = generate(llm, [random_prompt(20)], SamplingParams(n=3, seed=5, max_tokens=9, ignore_eos=True))[0]

@@ -69,6 +69,7 @@ class Ranks:
             data_parallel_size=num_ranks,
             enable_expert_parallel=expert_parallel,
             enforce_eager=enforce_eager,
+            quantization="none",
         )
         self.simulation = Simulation(topology_of(self.args))
         self.plans: list[list[StepPlan]] = [[] for _ in range(num_ranks)]  # of every step, by rank

@@ -2,8 +2,9 @@
 
 RAND target and drafter. Requests come from a seeded catalogue of prompts (some share prefixes) and parameters, arrive
 in bursts, and some are aborted. Answers are compared with solo runs in the same engine when it is idle. Where rows are
-batched differently logits differ in their last bits: a greedy answer may part from its solo run at a top-2 gap below
-1e-4, and a draw may rarely fall on the other side of a boundary; every such case is printed and counted.
+batched differently torch's logits differ in their last bits: a greedy answer may part from its solo run at a top-2 gap
+below 1e-4, and a draw may rarely fall on the other side of a boundary; every such case is printed and counted. On the
+compiled passes there is no such case.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.engine.zoo import BLOCK_BYTES, TIE, Zoo, first_difference, generate, random_prompt, tokens
+from tests.engine.zoo import TIE, Zoo, first_difference, generate, on_every_back_end, random_prompt, tokens
 
 from outrider import LLM, SamplingParams
 from outrider.outputs import RequestOutput
@@ -105,6 +106,7 @@ def compare(entry: Entry, solo: RequestOutput, output: RequestOutput) -> str:
     return "" if output.spec == solo.spec else f"rounds: {output.spec} for {solo.spec}"
 
 
+@on_every_back_end
 @pytest.mark.parametrize(
     ("num_requests", "catalogue_size"), [(200, 20), pytest.param(2000, 150, marks=pytest.mark.slow)]
 )
@@ -115,7 +117,7 @@ def test_every_answer_is_the_one_it_gets_alone(num_requests: int, catalogue_size
         "random",
         7,
         kv_block_size=4,  # small pages: a request grows by many of them while it runs
-        kv_cache_memory_bytes=NUM_PAGES * BLOCK_BYTES // 4,
+        kv_cache_memory_bytes=NUM_PAGES * zoo.block_bytes // 4,
         max_num_batched_tokens=80,
         max_num_seqs=10,
     )
@@ -136,5 +138,6 @@ def test_every_answer_is_the_one_it_gets_alone(num_requests: int, catalogue_size
         if difference:
             print(f"request {index}: {difference}")
             differences.append(index)
-    assert len(differences) <= max(1, num_requests // 500), differences
+    allowed = max(1, num_requests // 500) if zoo.back_end == "torch" else 0
+    assert len(differences) <= allowed, differences
     assert all(len(tokens(output)) > 0 for output in finished.values())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests import fixtures
-from tests.engine.zoo import Zoo, generate, greedy, tokens
+from tests.engine.zoo import Zoo, generate, greedy, on_every_back_end, tokens
 from tests.fixtures import CHARACTERS, ORBIT
 from tests.models.test_tokenizer import sentencepiece_like
 
@@ -73,6 +73,7 @@ def visible(completion: CompletionOutput) -> tuple[object, ...]:
     return (completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason)
 
 
+@on_every_back_end
 @pytest.mark.parametrize(("drafter", "gamma"), [("perfect", 7), ("perfect", 3), ("half", 7), ("lookup", 4)])
 def test_drafting_changes_no_stop(drafter: str, gamma: int, zoo: Zoo, plain: dict[str, RequestOutput]) -> None:
     drafted = run_all(zoo, drafter, gamma)
@@ -87,6 +88,7 @@ def test_drafting_changes_no_stop(drafter: str, gamma: int, zoo: Zoo, plain: dic
                 assert a.sampled.token_id == b.sampled.token_id
 
 
+@on_every_back_end
 def test_the_events_are_those_of_the_orbit(plain: dict[str, RequestOutput]) -> None:
     """What plain decoding gives, by hand, so that both are not wrong alike."""
 
@@ -116,6 +118,7 @@ def test_the_events_are_those_of_the_orbit(plain: dict[str, RequestOutput]) -> N
     assert tokens(plain["n"], 2) == list(ORBIT[:6])
 
 
+@on_every_back_end
 def test_min_tokens_and_edits_turn_the_path(plain: dict[str, RequestOutput]) -> None:
     """Cases that leave the orbit: a banned or biased token is not taken, and a penalised orbit is not walked twice."""
     over_eos = tokens(plain["min_tokens over eos"])
@@ -130,6 +133,7 @@ def test_min_tokens_and_edits_turn_the_path(plain: dict[str, RequestOutput]) -> 
     assert ORBIT[4] not in tokens(plain["logit_bias"])
 
 
+@on_every_back_end
 def test_penalties_are_those_of_every_row_at_random_logits(zoo: Zoo) -> None:
     """With close logits one missing count in one verify row would show: every depth, and rejected drafts between."""
     params = greedy(24, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4, min_tokens=10, logprobs=2)
@@ -140,6 +144,7 @@ def test_penalties_are_those_of_every_row_at_random_logits(zoo: Zoo) -> None:
         assert found == expected, drafter
 
 
+@on_every_back_end
 def test_a_stop_string_is_cut_for_sampled_requests_too(zoo: Zoo) -> None:
     """With a seed and drafts accepted or not, output ends with the first stop event of what would have come."""
     llm = zoo.llm("fixed", "fixed-drafter", 3)

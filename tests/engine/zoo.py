@@ -1,4 +1,9 @@
-"""Fixture models by name, engines over them, and the comparisons that the engine's tests share."""
+"""Fixture models by name, engines over them, and the comparisons that the engine's tests share.
+
+A zoo's engines run on one back end: torch modules, or compiled passes over int8 or 4-bit weights, whose keys and values
+are bfloat16. The fixtures' answers are the same on all of them. On torch greedy texts may part at numerical ties; on
+compiled passes a row's bits do not depend on the pass, so nothing may.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 from safetensors.torch import load_file
 from tests import fixtures
 
@@ -18,10 +24,12 @@ from outrider.outputs import RequestOutput
 
 TARGET_PROBABILITIES = {7: 0.10, 8: 0.60, 9: 0.30}  # of case T5
 DRAFT_PROBABILITIES = {7: 0.45, 8: 0.10, 9: 0.45}
-TIE = 1e-4  # a top-2 gap below this may fall either way when rows are batched differently
-SMALL_POOL = 1 << 22  # bytes; 170 blocks with a drafter
-BLOCK_BYTES = 16 * 2 * (fixtures.LAYERS + fixtures.DRAFT_LAYERS) * fixtures.KV_HEADS * fixtures.HEAD_DIM * 4  # the same
+TIE = 1e-4  # a top-2 gap below this may fall either way when rows are batched differently, in torch
+SMALL_POOL = 1 << 22  # bytes; 170 blocks with a drafter, twice as many in bfloat16
+_BLOCK_ELEMENTS = 16 * 2 * (fixtures.LAYERS + fixtures.DRAFT_LAYERS) * fixtures.KV_HEADS * fixtures.HEAD_DIM  # the same
 
+BackEnd = Literal["torch", "int8", "int4"]
+on_every_back_end = pytest.mark.parametrize("zoo", ["torch", "int8", "int4"], indirect=True)
 Config = dict[str, Any]
 Fault = Callable[[Config, fixtures.TensorDict], None]
 
@@ -42,8 +50,23 @@ _MAKERS: dict[str, Callable[[Path], Path]] = {
 class Zoo:
     """Writes each model once, on first use."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, back_end: BackEnd = "torch") -> None:
         self._root = root
+        self.back_end = back_end
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a KV block of 16 tokens with a drafter."""
+        return _BLOCK_ELEMENTS * (4 if self.back_end == "torch" else 2)
+
+    @property
+    def quantization(self) -> Literal["none", "int8", "int4"]:
+        return "none" if self.back_end == "torch" else self.back_end
+
+    @property
+    def tie(self) -> float:
+        """Top-2 gaps below it may fall either way."""
+        return TIE if self.back_end == "torch" else 0.0
 
     def path(self, name: str) -> Path:
         path = self._root / name
@@ -62,7 +85,11 @@ class Zoo:
         """An engine over a small pool. Both models: a name of the zoo or a path; drafter also "none" or "lookup"."""
         model = str(self.path(target)) if target in _MAKERS else target
         draft = str(self.path(drafter)) if drafter in _MAKERS else drafter
-        args: dict[str, Any] = {"kv_cache_memory_bytes": SMALL_POOL, **engine_args}
+        args: dict[str, Any] = {
+            "kv_cache_memory_bytes": SMALL_POOL,
+            "quantization": self.quantization,
+            **engine_args,
+        }
         return LLM(model, draft=draft, num_speculative_tokens=gamma, **args)
 
 
@@ -126,9 +153,9 @@ def first_difference(reference: RequestOutput, other: RequestOutput) -> Differen
     return None
 
 
-def assert_same_but_for_ties(reference: RequestOutput, other: RequestOutput, what: str) -> None:
+def assert_same_but_for_ties(reference: RequestOutput, other: RequestOutput, what: str, *, tie: float = TIE) -> None:
     """Identical, or parted at a numerical tie, which is printed."""
     difference = first_difference(reference, other)
     if difference is not None:
         print(f"{what}: differs at {difference.position}, reference top-2 gap {difference.reference_gap:.2e}")
-        assert difference.reference_gap < TIE, f"{what}: {difference}"
+        assert difference.reference_gap < tie, f"{what}: {difference}"

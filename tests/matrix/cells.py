@@ -88,6 +88,7 @@ def engine_args(job: Job, models: Models, *, dp: int, tp: int) -> EngineArgs:
         kv_cache_memory_bytes=job.num_blocks * _block_bytes(job, tp),
         draft_confidence_threshold=job.confidence_threshold,
         enforce_eager=not job.tiers,
+        quantization="none",  # tensor parallelism and experts are torch's
         data_parallel_size=dp,
         tensor_parallel_size=tp,
         enable_expert_parallel=job.experts != "slices",

@@ -44,7 +44,9 @@ def ask(live: LiveServer, question: str) -> str:
 @pytest.mark.real_model
 def test_split_into_experts_over_two_ranks_answers_as_the_dense_model_on_one(tmp_path: Path) -> None:
     questions = list(islice(TemplatedQuestions(seed=5), NUM_CLIENTS))
-    with LLM(DEFAULT_MODEL, max_num_seqs=NUM_CLIENTS, max_model_len=512, draft_self_test=False) as dense:
+    with LLM(
+        DEFAULT_MODEL, dtype="float32", max_num_seqs=NUM_CLIENTS, max_model_len=512, draft_self_test=False
+    ) as dense:
         outputs = dense.chat(
             [[{"role": "user", "content": question}] for question in questions],
             SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
@@ -60,6 +62,7 @@ def test_split_into_experts_over_two_ranks_answers_as_the_dense_model_on_one(tmp
             draft=str(drafter),
             data_parallel_size=2,
             enable_expert_parallel=True,
+            dtype="float32",
             max_model_len=512,
             draft_self_test=False,
         )

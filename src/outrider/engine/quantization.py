@@ -36,7 +36,7 @@ from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_decoder import NativeDecoder, pack_decoder
 from outrider.models.native_drafter import NativeDrafter, pack_drafter
 from outrider.models.native_stack import require_native
-from outrider.models.packed_weights import cached_weights
+from outrider.models.packed_cache import cached_weights
 from outrider.models.source import LoadedModel, load_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import TORCH_DTYPES

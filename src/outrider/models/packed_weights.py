@@ -1,45 +1,78 @@
-"""Weights as the compiled passes read them, and the file in the cache that keeps them between starts.
+"""Weights as the compiled passes read them, and the file that keeps them between starts.
 
 ``PackedWeights`` is all that a native model is made from: packed matrices and plain tensors by name. Saved, it is one
 safetensors file, which a later start maps instead of loading and packing the checkpoint again: pages are read when a
-pass first touches them, and processes share them. The file carries the key of what it was made from (the checkpoint's
-files, the quantization, the dtype, and the code that packs), and one with another key, or one that cannot be read, is
-reported and made anew. Worst fault: weights of another checkpoint under this one's name, hence the key.
+pass first touches them, and processes share them. The file says what it was made from (``Origin``); one of another
+origin, or one that cannot be read, is reported and not used. Worst fault: weights of another checkpoint under this
+one's name, hence the origin's key. Which files are kept, and for how long, is ``packed_cache``'s.
 """
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.config import cache_dir
 from outrider.logger import get_logger
-from outrider.ops import native_kernels
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
 
 logger = get_logger(__name__)
 
 _LINE = 64  # bytes tensors are aligned to, where their sizes allow
 _DTYPES = {torch.uint8: "U8", torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16"}
-_SOURCES = ("ops", "ops/native", "layers", "models")  # code that weights come through, below the package
-_DIRECTORY_SUFFIXES = (".safetensors", ".json")  # what of a checkpoint directory shapes a model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What packed weights were made from."""
+
+    sources: tuple[str, ...]  # paths
+    variant: str  # what makes different weights of the same sources
+    key: str  # a digest of the sources' state and of the code
+
+    def to_metadata(self) -> dict[str, str]:
+        return {"sources": json.dumps(self.sources), "variant": self.variant, "key": self.key}
+
+    @classmethod
+    def read(cls, path: Path) -> Origin:
+        """Of a saved file. Raises ValueError where it says none, or is no such file."""
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                metadata = file.metadata() or {}
+            return cls(sources=tuple(json.loads(metadata["sources"])), variant=metadata["variant"], key=metadata["key"])
+        except (SafetensorError, OSError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+class InUse:
+    """A shared lock on a file until this object is gone; whoever would delete the file asks for the whole lock."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where there is no such file."""
+        self._descriptor = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks: nobody gets the whole lock there either
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # never opened
+            os.close(self._descriptor)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
     matrices: Mapping[str, PackedMatrix]
     tensors: Mapping[str, Tensor]
+    in_use: InUse | None = None  # of the file that they are mapped from
 
-    def save(self, path: Path, *, key: str) -> None:
+    def save(self, path: Path, *, origin: Origin) -> None:
         """Write ``path`` in one move. Raises OSError."""
         plain = dict(self.tensors)
         for name, matrix in self.matrices.items():
@@ -50,7 +83,7 @@ class PackedWeights:
             name: [int(matrix.weight_format), matrix.outputs, matrix.inputs, matrix.error]
             for name, matrix in self.matrices.items()
         }
-        _write(path, plain, metadata={"key": key, "matrices": json.dumps(shapes)})
+        _write(path, plain, metadata={**origin.to_metadata(), "matrices": json.dumps(shapes)})
 
     @classmethod
     def load(cls, path: Path, *, key: str) -> PackedWeights | None:
@@ -58,6 +91,7 @@ class PackedWeights:
         if not path.is_file():
             return None
         try:
+            in_use = InUse(path)
             with safe_open(path, framework="pt", device="cpu") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("key") != key:
@@ -77,53 +111,7 @@ class PackedWeights:
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s is damaged (%s): packing anew", path, error)
             return None
-        return cls(matrices, tensors)
-
-
-def cached_weights(*sources: Path, variant: str, make: Callable[[], PackedWeights]) -> PackedWeights:
-    """The packed weights of a checkpoint: mapped from the cache, or made, and kept there for the next start.
-
-    ``sources``: the checkpoint, and others that went into it. ``variant``: what makes different weights of the same
-    checkpoints; each has a file of its own.
-    """
-    key = weights_key(*sources, variant=variant)
-    named = "\0".join((variant, *(str(source.resolve()) for source in sources)))
-    place = hashlib.sha256(named.encode()).hexdigest()[:12]
-    path = packed_directory() / f"{sources[0].stem}-{variant}-{place}.safetensors"
-    weights = PackedWeights.load(path, key=key)
-    if weights is not None:
-        return weights
-    weights = make()
-    try:
-        weights.save(path, key=key)
-    except OSError as error:
-        logger.info("%s cannot be kept (%s): weights are packed again by the next process", path.name, error)
-    return weights
-
-
-def packed_directory() -> Path:
-    return cache_dir() / "packed"
-
-
-def weights_key(*sources: Path, variant: str) -> str:
-    """Of everything that shapes packed weights: files by path, size and time of change, and the code's digest."""
-    described = [variant, _code_digest()]
-    for source in sources:
-        inside = sorted(source.iterdir()) if source.is_dir() else ()
-        for path in [path for path in inside if path.suffix in _DIRECTORY_SUFFIXES] or [source]:
-            status = path.stat()
-            described += [str(path.resolve()), str(status.st_size), str(status.st_mtime_ns)]
-    return hashlib.sha256("\0".join(described).encode()).hexdigest()
-
-
-@cache
-def _code_digest() -> str:
-    """Packed bits follow from code alone, so no version is kept by hand that a change could forget."""
-    package = Path(native_kernels.__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in _SOURCES for path in (package / folder).iterdir() if path.is_file()):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+        return cls(matrices, tensors, in_use)
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> None:
