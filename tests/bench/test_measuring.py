@@ -18,6 +18,7 @@ from outrider.bench.throughput import Load, measure_server
 from outrider.bench.workload import BenchRequest, SamplingPlan
 from outrider.config import EngineArgs
 from outrider.engine.engine import Engine
+from outrider.engine.setup import resolve
 from outrider.errors import OutriderError
 
 PLAN = SamplingPlan(max_tokens=17, temperature=0.0, top_p=1.0, ignore_eos=True, sampling_seed=0)
@@ -71,7 +72,8 @@ def test_the_contenders_differ_in_the_proposer_alone(contenders: Contenders) -> 
 
 
 def test_the_memory_a_user_sets_is_kept(contenders: Contenders) -> None:
-    args = dataclasses.replace(contenders.args, kv_cache_memory_bytes=100 * 16 * (1024 + 512))
+    block_bytes = 16 * resolve(contenders.args).layout.bytes_per_token
+    args = dataclasses.replace(contenders.args, kv_cache_memory_bytes=100 * block_bytes)
     small = dataclasses.replace(contenders, args=args)
     assert small.build("dspark", num_kv_tokens=10_000).config.num_kv_blocks == 100
 

@@ -43,9 +43,11 @@ def check_context(output: RequestOutput, *, rounds: int = 8) -> None:
 def test_the_context_limit_clamps_every_depth_alike(max_tokens: int | None, zoo: Zoo) -> None:
     """Room for 10, 2 and 1 new tokens, and for 16 exactly; blocks of drafts reach beyond the limit."""
     prompts = [random_prompt(length, seed=length) for length in (30, 38, 39, 24)]
-    references = generate(zoo.llm("rand", max_model_len=40), prompts, greedy(max_tokens or 999, logprobs=2))
+    references = generate(
+        zoo.llm("rand", max_model_len=40), prompts, greedy(max_tokens or 999, logprobs=2, ignore_eos=True)
+    )
     assert [len(tokens(output)) for output in references] == [10, 2, 1, 16]
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for gamma in (1, 4, 7) if max_tokens is None else (7,):
         llm = zoo.llm("rand", "random", gamma, max_model_len=40)
         for reference, output in zip(references, generate(llm, prompts, params), strict=True):

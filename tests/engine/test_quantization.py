@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import fixtures
 from tests.engine.zoo import Zoo, generate, greedy, random_prompt, tokens
 from tests.kernels import needs_kernels
 
@@ -73,28 +76,81 @@ def test_the_kernels_threads_are_the_only_ones(zoo: Zoo) -> None:
         torch.set_num_threads(before)
 
 
-def resolved(zoo: Zoo, path: Path | str, **args: Any) -> str:
+def resolved(path: Path | str, **args: Any) -> str:
     return resolve(EngineArgs(model=str(path), draft="none", **args)).config.quantization
 
 
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What the log said of the back end since the last time it was asked."""
+    logger = logging.getLogger("outrider")
+    logger.addHandler(caplog.handler)
+    quantization._say_once.cache_clear()
+
+    def lines() -> list[str]:
+        found = [line for line in caplog.messages if "runs in torch" in line]
+        caplog.clear()
+        return found
+
+    yield lines
+    logger.removeHandler(caplog.handler)
+
+
 @needs_kernels
-def test_auto_is_int8_for_weights_that_are_not_4_bit(zoo: Zoo) -> None:
-    assert resolved(zoo, zoo.path("rand"), quantization="auto") == "int8"
-    assert resolved(zoo, zoo.path("rand"), quantization="int4") == "int4"
-    assert resolved(zoo, zoo.path("rand")) == "none"
+def test_the_default_is_int8_for_weights_that_are_not_4_bit(zoo: Zoo, said: Callable[[], list[str]]) -> None:
+    assert resolved(zoo.path("rand")) == resolved(zoo.path("rand"), quantization="auto") == "int8"
+    assert resolved(zoo.path("rand"), quantization="int4") == "int4"
+    assert resolved(zoo.path("rand"), quantization="none") == "none"
+    assert said() == []
 
 
-def test_without_a_compiler_it_is_refused_and_auto_is_none(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_type_alone_asks_for_weights_of_that_type(zoo: Zoo, dtype: str, said: Callable[[], list[str]]) -> None:
+    config = resolve(EngineArgs(model=str(zoo.path("rand")), draft="none", dtype=dtype)).config  # type: ignore[arg-type]
+    assert (config.quantization, config.dtype, config.kv_dtype) == ("none", dtype, dtype)
+    both = resolve(EngineArgs(model=str(zoo.path("rand")), draft="none", dtype=dtype, quantization="int4")).config  # type: ignore[arg-type]
+    assert (both.quantization, both.dtype, both.kv_dtype) == ("int4", dtype, dtype)
+    assert said() == [], "that is what was asked for"
+
+
+def test_the_default_is_none_where_kernels_do_not_cover_and_one_line_says_why(
+    zoo: Zoo, tmp_path: Path, said: Callable[[], list[str]]
+) -> None:
+    moe = fixtures.make_moe_target(tmp_path / "moe")
+    cases: dict[str, tuple[Path, dict[str, Any]]] = {
+        "the model has 8 experts": (moe, {}),
+        "tensor_parallel_size=1, not 2": (zoo.path("rand"), {"tensor_parallel_size": 2}),
+        "attention_backend='auto', not 'reference'": (zoo.path("rand"), {"attention_backend": "reference"}),
+    }
+    for words, (path, args) in cases.items():
+        assert [resolved(path, **args) for _ in range(2)] == ["none", "none"]
+        (line,) = said()
+        assert line.startswith("the model runs in torch, unquantised: ")
+        assert words in line
+        with pytest.raises(ConfigError, match=words):
+            resolved(path, quantization="int8", **args)
+    assert said() == []
+
+
+def test_without_a_compiler_it_is_refused_and_the_default_is_none(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
     monkeypatch.setattr(quantization, "load_kernels", lambda: None)
-    assert resolved(zoo, zoo.path("rand"), quantization="auto") == "none"
+    assert resolved(zoo.path("rand")) == "none"
+    assert len(said()) == 1
+    config = resolve(EngineArgs(model=str(zoo.path("rand")), draft="none")).config
+    assert config.kv_dtype == "float32"
     with pytest.raises(ConfigError, match=r"quantization='int8' needs a C\+\+ compiler"):
-        resolved(zoo, zoo.path("rand"), quantization="int8")
+        resolved(zoo.path("rand"), quantization="int8")
 
 
-def test_tensor_parallel_ranks_are_refused_and_auto_is_none(zoo: Zoo) -> None:
-    assert resolved(zoo, zoo.path("rand"), quantization="auto", tensor_parallel_size=2) == "none"
-    with pytest.raises(ConfigError, match="tensor_parallel_size=1, not 2"):
-        resolved(zoo, zoo.path("rand"), quantization="int4", tensor_parallel_size=2)
+@needs_kernels
+def test_engines_of_one_target_share_its_weights(zoo: Zoo) -> None:
+    """Torch modules are loaded once for all of them; packed weights each maps."""
+    for mode, loaded in (("none", True), ("int8", False)):
+        config = resolve(EngineArgs(model=str(zoo.path("rand")), draft="none", quantization=mode)).config  # type: ignore[arg-type]
+        assert (quantization.load_shared_target(config) is not None) is loaded
 
 
 def test_an_unknown_quantization_is_a_config_error() -> None:
@@ -105,7 +161,13 @@ def test_an_unknown_quantization_is_a_config_error() -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     ("dtype", "mode", "expected"),
-    [("auto", "none", "float32"), ("auto", "int8", "bfloat16"), ("float32", "int8", "float32")],
+    [
+        ("auto", "none", "float32"),
+        ("auto", "auto", "bfloat16"),
+        ("auto", "int8", "bfloat16"),
+        ("float32", "int8", "float32"),
+        ("float32", "auto", "float32"),
+    ],
 )
 def test_compiled_passes_keep_keys_and_values_in_bfloat16_unless_told_otherwise(
     zoo: Zoo, dtype: str, mode: str, expected: str

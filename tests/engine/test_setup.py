@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,32 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_small_pool_lowers_the_default_context_limit(target: str) -> None:
-    resolved = resolve(EngineArgs(model=target, draft="none", kv_cache_memory_bytes=100 * BYTES_PER_TOKEN))
+    resolved = resolve(
+        EngineArgs(model=target, dtype="float32", draft="none", kv_cache_memory_bytes=100 * BYTES_PER_TOKEN)
+    )
     assert resolved.config.num_kv_blocks == 6
     assert resolved.config.max_model_len == 96
 
 
 def test_a_context_limit_asked_for_is_never_lowered_silently(target: str) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len=97 exceeds the 96 tokens .*kv_cache_memory_bytes"):
-        resolve(EngineArgs(model=target, draft="none", max_model_len=97, kv_cache_memory_bytes=100 * BYTES_PER_TOKEN))
+        resolve(
+            EngineArgs(
+                model=target,
+                draft="none",
+                dtype="float32",
+                max_model_len=97,
+                kv_cache_memory_bytes=100 * BYTES_PER_TOKEN,
+            )
+        )
 
 
 def test_the_drafters_layers_are_paid_from_the_same_budget(target: str, tmp_path: Path) -> None:
     drafter = str(make_perfect_drafter(tmp_path))
     budget = 64 * BYTES_PER_TOKEN * 16
-    alone = resolve(EngineArgs(model=target, draft="none", kv_cache_memory_bytes=budget)).layout
-    both = resolve(EngineArgs(model=target, draft=drafter, kv_cache_memory_bytes=budget)).layout
+    args = EngineArgs(model=target, dtype="float32", kv_cache_memory_bytes=budget)
+    alone = resolve(dataclasses.replace(args, draft="none")).layout
+    both = resolve(dataclasses.replace(args, draft=drafter)).layout
     assert alone.num_blocks == 64
     assert both.drafter_bytes_per_token == BYTES_PER_TOKEN // 2
     assert both.num_blocks == 42  # two thirds: the drafter has half the target's layers

@@ -75,7 +75,10 @@ class PackedMatrix:
         padded_X = F.pad(rows, (0, panels * PANEL - outputs), value=-1)
         data, error = kernels.pack(weight_OI.contiguous(), padded_X, format_code=int(weight_format), panels=panels)
         if error != error:
-            raise CheckpointError(f"{name}: weights that are not finite, or beyond what a scale in binary16 can hold")
+            raise CheckpointError(
+                f"{name}: weights that are not finite, or beyond what a scale in binary16 can hold; "
+                "quantization='none' runs them as they are"
+            )
         bias = None
         if bias_O is not None:
             bias = torch.where(padded_X >= 0, bias_O.float()[padded_X.clamp(min=0)], 0.0).contiguous()
