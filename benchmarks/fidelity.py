@@ -1,56 +1,115 @@
-"""How far a quantised model is from the model: mean KL divergence of next-token distributions on text.
+"""How far a quantised model is from the model: mean KL divergence of next-token distributions on its own answers.
 
-    python benchmarks/fidelity.py --data prompts.jsonl --model smollm2-135m --quantization int8 --quantization int4
+    python benchmarks/fidelity.py --data examples/prompts.jsonl --tokens 20000 --work runs/fidelity
 
-The reference is the model in ``--dtype`` without quantization, on the text of ``{"turns": [...]}`` files cut into
-windows. Beside each quantization: bfloat16 without one, and ``q4_0``, the reference with its layers' weights rounded as
-a Q4_0 file rounds them (the LM head kept), as marks on the scale. Top-1 agreement is the share of positions with the
-same likeliest token. The last line is JSON.
+The text is what the model itself answers, unquantised in float32, sampled at temperature 1 to the first turns of
+``{"turns": [...]}`` files: it exists wherever the model does, and its mean is the expectation over what the model says.
+Every answer is run through each candidate behind its prompt, and at each of its tokens the distribution is compared
+with that of two references, float32 and bfloat16, both torch without a quantization. Candidates are the references,
+each ``--quantization`` (with the bfloat16 keys and values of the default, and with float32 ones), and, where
+llama-cpp-python can be imported, llama.cpp on the model's GGUF file in each ``--formats``. Top-1 agreement is the share
+of tokens where the likeliest one is the same.
 
-Shape legend: N positions of a window, V vocabulary.
+Answers and scores are kept in ``--work``, and a run goes on where one before it with the same settings ended. Progress
+is a bar over answers; the last line is JSON.
+
+Shape legend: N rows of a window, V vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import json
+import math
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from outrider.batch.expert_metadata import ExpertMetadata
+from outrider.bench.peers.gguf_formats import FORMATS, in_format
+from outrider.bench.prompt_file import encode_prompt, read_prompts
+from outrider.config import EngineArgs
+from outrider.engine.llm import LLM
 from outrider.engine.quantization import quantised_target, required_kernels
+from outrider.engine.setup import build_engine
 from outrider.layers.attention.interface import CausalMetadata, LayerKV
-from outrider.layers.linear import Linear
 from outrider.models.decoder import Decoder
 from outrider.models.native_decoder import NativeDecoder
-from outrider.models.source import load_model
-from outrider.models.weights import TORCH_DTYPES
+from outrider.models.source import LoadedModel, load_model, resolve_model
+from outrider.sampling_params import SamplingParams
 
-GROUP = 32
+SEATS = 32  # answers written together
+REFERENCES = ("float32", "bfloat16")
+Logits = Callable[[Tensor], Tensor]  # fp32 [N, V] of token ids [N]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and what the model said; the distributions at ``token_ids[prompt_len:]`` are compared."""
+
+    token_ids: tuple[int, ...]
+    prompt_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one answer and candidate against one reference."""
+
+    divergence: float  # summed over tokens, in nats
+    agreeing: int
+
+    @classmethod
+    def of(cls, expected_NV: Tensor, found_NV: Tensor) -> Score:
+        expected_NV, found_NV = expected_NV.log_softmax(-1), found_NV.log_softmax(-1)
+        return cls(
+            divergence=float((expected_NV.exp() * (expected_NV - found_NV)).sum(dtype=torch.float64)),
+            agreeing=int((expected_NV.argmax(-1) == found_NV.argmax(-1)).sum()),
+        )
 
 
 @dataclass(slots=True)
-class Score:
-    positions: int = 0
-    divergence: float = 0.0  # summed, in nats
-    agreeing: int = 0
+class Total:
+    """Of a candidate against a reference, over answers."""
 
-    def add(self, expected_NV: Tensor, found_NV: Tensor) -> None:
-        expected_NV, found_NV = expected_NV.log_softmax(-1), found_NV.log_softmax(-1)
-        self.positions += expected_NV.shape[0]
-        self.divergence += float((expected_NV.exp() * (expected_NV - found_NV)).sum())
-        self.agreeing += int((expected_NV.argmax(-1) == found_NV.argmax(-1)).sum())
+    scores: list[tuple[int, Score]] = field(default_factory=list)  # with the answer's tokens
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.scores)
+
+    @property
+    def mean_kl(self) -> float:
+        return math.fsum(score.divergence for _, score in self.scores) / self.tokens
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean, answers being independent and their tokens not."""
+        mean = self.mean_kl
+        return math.sqrt(math.fsum((score.divergence - mean * n) ** 2 for n, score in self.scores)) / self.tokens
+
+    @property
+    def agreement(self) -> float:
+        return sum(score.agreeing for _, score in self.scores) / self.tokens
 
 
 @torch.inference_mode()
-def logits(model: Decoder | NativeDecoder, window_N: Tensor, kv_dtype: torch.dtype) -> Tensor:
+def logits(model: Decoder | NativeDecoder, token_ids: Tensor, kv_dtype: torch.dtype) -> Tensor:
     """fp32 [N, V] of one window in one pass."""
-    length, config = window_N.shape[0], model.config
+    length, config = token_ids.shape[0], model.config
     shape = (length, config.num_kv_heads, config.head_dim)
     pool = [
         LayerKV(torch.zeros(shape, dtype=kv_dtype), torch.zeros(shape, dtype=kv_dtype))
@@ -65,70 +124,209 @@ def logits(model: Decoder | NativeDecoder, window_N: Tensor, kv_dtype: torch.dty
         max_query_len=length,
         max_seq_len=length,
     )
-    output = model(window_N, torch.arange(length), pool, metadata, (), ExpertMetadata.single(length))
-    return model.compute_logits(output.hidden_ND)
+    output = model(token_ids, torch.arange(length), pool, metadata, (), ExpertMetadata.single(length))
+    return model.compute_logits(output.hidden_ND).float()
 
 
-def round_as_q4_0(model: Decoder) -> Decoder:
-    """The layers' weights on Q4_0's grid: per group of 32, d = extreme / -8 and q in 0..15 around 8."""
-    for module in model.layers.modules():
-        if isinstance(module, Linear):
-            groups = module.weight.data.float().view(-1, GROUP)
-            extreme = groups.gather(1, groups.abs().argmax(1, keepdim=True))
-            d = (extreme / -8).half().float()
-            inverse = torch.where(d == 0, 0.0, 1 / d)
-            q = (groups * inverse + 8.5).floor().clamp(0, 15)
-            module.weight.data.copy_(((q - 8) * d).view(module.weight.shape))
-    return model
+def own_logits(model: Decoder | NativeDecoder, kv_dtype: torch.dtype, *, threads: int) -> Logits:
+    def run(token_ids: Tensor) -> Tensor:
+        torch.set_num_threads(1 if isinstance(model, NativeDecoder) else threads)  # kernels have threads of their own
+        found_NV = logits(model, token_ids, kv_dtype)
+        torch.set_num_threads(threads)
+        return found_NV
+
+    return run
 
 
-def windows(texts: Sequence[list[int]], *, length: int, tokens: int) -> Iterator[Tensor]:
-    """Whole windows over the texts laid end to end."""
-    stream = torch.tensor([token for text in texts for token in text][:tokens])
-    for start in range(0, len(stream) - length + 1, length):
-        yield stream[start : start + length]
+def llama_cpp_logits(path: Path, *, length: int, threads: int) -> Logits:
+    """llama.cpp with its own defaults, a window a pass."""
+    from llama_cpp import Llama
+
+    llama = Llama(
+        str(path),
+        n_ctx=length,
+        n_batch=length,
+        n_ubatch=length,
+        n_threads=threads,
+        n_threads_batch=threads,
+        logits_all=True,
+        verbose=False,
+    )
+
+    def run(token_ids: Tensor) -> Tensor:
+        llama.reset()
+        llama.eval(token_ids.tolist())
+        return torch.from_numpy(llama.scores[: token_ids.shape[0]].copy()).float()
+
+    return run
+
+
+def answers(
+    loaded: LoadedModel, name: str, prompts: Sequence[str], *, tokens: int, max_tokens: int
+) -> Iterator[list[Answer]]:
+    """Rounds over the prompts, every answer of another seed, until there are ``tokens`` answer tokens."""
+    prompt_ids = [encode_prompt(loaded.tokenizer, prompt, raw=False) for prompt in prompts]
+    prompt_ids *= max(1, SEATS // len(prompts))
+    longest = max(map(len, prompt_ids)) + max_tokens
+    args = EngineArgs(
+        model=name,
+        dtype="float32",
+        draft="none",
+        max_num_seqs=SEATS,
+        max_num_waiting=len(prompt_ids),
+        max_model_len=min(longest, loaded.config.max_position_embeddings),
+    )
+    llm = LLM.from_core(build_engine(args, target=loaded))
+    made = 0
+    for seed in count():
+        params = [
+            SamplingParams(temperature=1.0, seed=seed * len(prompt_ids) + i, max_tokens=max_tokens)
+            for i in range(len(prompt_ids))
+        ]
+        outputs = llm.generate(prompt_ids, params)
+        found = [
+            Answer((*output.prompt_token_ids, *output.outputs[0].token_ids), len(output.prompt_token_ids))
+            for output in outputs
+        ]
+        yield found
+        made += sum(answer.num_tokens for answer in found)
+        print(f"{made} of {tokens} answer tokens", file=sys.stderr, flush=True)
+        if made >= tokens:
+            return
+
+
+class Work:
+    """The folder in which a run leaves what it has, a JSON line each; all in it is of the same settings."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Raises SystemExit where it holds the work of other settings."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        said = folder / "settings.json"
+        if said.exists() and json.loads(said.read_text(encoding="utf-8")) != settings:
+            raise SystemExit(f"{folder} holds the work of other settings ({said}); name another --work")
+        said.write_text(json.dumps(settings), encoding="utf-8")
+
+    def answers(self, make: Callable[[], Iterator[list[Answer]]]) -> list[Answer]:
+        """Those kept, or made and kept when they are complete."""
+        path = self._folder / "answers.jsonl"
+        if not path.exists():
+            lines = [json.dumps(dataclasses.asdict(answer)) for found in make() for answer in found]
+            staged = path.with_suffix(".new")
+            staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            staged.replace(path)
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [Answer(tuple(each["token_ids"]), each["prompt_len"]) for each in found]
+
+    def scores(self) -> dict[tuple[int, str, str], Score]:
+        """By answer, candidate and reference."""
+        path = self._folder / "scores.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return {tuple(place): Score(**score) for place, score in map(json.loads, lines)}  # type: ignore[misc]
+
+    def add(self, found: dict[tuple[int, str, str], Score]) -> None:
+        with (self._folder / "scores.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps([place, dataclasses.asdict(score)]) + "\n" for place, score in found.items())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def candidates(args: argparse.Namespace, loaded: LoadedModel, *, longest: int, threads: int) -> dict[str, Logits]:
+    """The references first."""
+    bfloat16 = load_model(args.model, dtype="bfloat16").model
+    found = {
+        "float32": own_logits(loaded.model, torch.float32, threads=threads),
+        "bfloat16": own_logits(bfloat16, torch.bfloat16, threads=threads),
+    }
+    for name in args.quantization:
+        required_kernels()
+        native = quantised_target(loaded.model, name)
+        found[name] = own_logits(native, torch.bfloat16, threads=threads)
+        found[f"{name}, float32 KV"] = own_logits(native, torch.float32, threads=threads)
+    path = resolve_model(args.model)
+    if importlib.util.find_spec("llama_cpp") is None:
+        print("llama.cpp is left out: no package llama-cpp-python", file=sys.stderr)
+    elif path.is_dir():
+        print(f"llama.cpp is left out: {path} is no GGUF file", file=sys.stderr)
+    else:
+        for name in args.formats:
+            found[f"llama.cpp {name}"] = llama_cpp_logits(in_format(path, name), length=longest, threads=threads)
+    return found
+
+
+def measure(work: Work, texts: Sequence[Answer], run: dict[str, Logits]) -> dict[tuple[int, str, str], Score]:
+    """Every answer through every candidate; those scored already are left out."""
+    scores = work.scores()
+    for index, answer in enumerate(tqdm(texts, desc="fidelity", unit="answer")):
+        missing = [name for name in run if any((index, name, reference) not in scores for reference in REFERENCES)]
+        if not missing:
+            continue
+        token_ids = torch.tensor(answer.token_ids[:-1])
+        first = answer.prompt_len - 1
+        expected = {reference: run[reference](token_ids)[first:] for reference in REFERENCES}
+        new = {}
+        for name in missing:
+            found_NV = expected[name] if name in expected else run[name](token_ids)[first:]
+            for reference, expected_NV in expected.items():
+                width = min(expected_NV.shape[1], found_NV.shape[1])
+                new[index, name, reference] = Score.of(expected_NV[:, :width], found_NV[:, :width])
+        work.add(new)
+        scores |= new
+    return scores
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, action="append", required=True, help='files of lines {"turns": ["..."]}')
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the reference")
     parser.add_argument("--quantization", choices=("int8", "int4"), action="append")
-    parser.add_argument("--tokens", type=int, default=20000)
-    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--formats", choices=FORMATS, action="append", help="of llama.cpp; by default all")
+    parser.add_argument("--tokens", type=int, default=20000, help="of answers, at least")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of one answer")
+    parser.add_argument("--work", type=Path, default=Path("runs/fidelity"), help="keeps answers and scores")
     args = parser.parse_args(argv)
     args.quantization = args.quantization or ["int8", "int4"]
+    args.formats = args.formats or list(FORMATS)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    loaded = load_model(args.model, dtype=args.dtype)
-    lines = [line for path in args.data for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    texts = [
-        loaded.tokenizer.encode(turn, add_special_tokens=False) for line in lines for turn in json.loads(line)["turns"]
-    ]
-    candidates: dict[str, tuple[Decoder | NativeDecoder, torch.dtype]] = {}
-    for name in args.quantization:
-        required_kernels()
-        model = quantised_target(loaded.model, name)
-        candidates[name] = (model, torch.float32)
-        candidates[f"{name}, bfloat16 KV"] = (model, torch.bfloat16)
-    candidates["bfloat16"] = (load_model(args.model, dtype="bfloat16").model, torch.bfloat16)
-    candidates["q4_0"] = (round_as_q4_0(load_model(args.model, dtype=args.dtype).model), TORCH_DTYPES[args.dtype])
-    scores = {name: Score() for name in candidates}
-    for window_N in windows(texts, length=args.window, tokens=args.tokens):
-        expected_NV = logits(loaded.model, window_N, TORCH_DTYPES[args.dtype])
-        for name, (model, kv_dtype) in candidates.items():
-            scores[name].add(expected_NV, logits(model, window_N, kv_dtype))
-    print(f"{'':24} {'mean KL (nats)':>15} {'top-1':>8}   over {next(iter(scores.values())).positions} tokens")
-    report = {}
-    for name, score in scores.items():
-        mean, agreement = score.divergence / score.positions, score.agreeing / score.positions
-        print(f"{name:24} {mean:15.3e} {agreement:8.4f}")
-        report[name] = {"mean_kl": mean, "top1_agreement": agreement}
-    print(json.dumps({"benchmark": "fidelity", "model": args.model, "reference": args.dtype, "scores": report}))
+    threads = torch.get_num_threads()
+    prompts = [prompt for path in args.data for prompt in read_prompts(path, None)]
+    settings = {"model": args.model, "tokens": args.tokens, "max_tokens": args.max_tokens, "prompts": prompts}
+    work = Work(args.work, settings)
+    loaded = load_model(args.model, dtype="float32")
+    texts = work.answers(lambda: answers(loaded, args.model, prompts, tokens=args.tokens, max_tokens=args.max_tokens))
+    longest = max(len(answer.token_ids) for answer in texts)
+    run = candidates(args, loaded, longest=longest, threads=threads)
+    scores = measure(work, texts, run)
+    totals = {(name, reference): Total() for name in run for reference in REFERENCES}
+    for (index, name, reference), score in scores.items():
+        if name in run:
+            totals[name, reference].scores.append((texts[index].num_tokens, score))
+    tokens = sum(answer.num_tokens for answer in texts)
+    print(
+        f"{'':24}" + "".join(f"{'KL to ' + r:>20} {'+-':>9} {'top-1':>7}" for r in REFERENCES) + f"   {tokens} tokens"
+    )
+    for name in run:
+        cells = [totals[name, reference] for reference in REFERENCES]
+        print(
+            f"{name:24}"
+            + "".join(f"{cell.mean_kl:20.3e} {cell.standard_error:9.1e} {cell.agreement:7.4f}" for cell in cells)
+        )
+    report = {
+        name: {
+            reference: {
+                "mean_kl": totals[name, reference].mean_kl,
+                "standard_error": totals[name, reference].standard_error,
+                "top1_agreement": totals[name, reference].agreement,
+            }
+            for reference in REFERENCES
+        }
+        for name in run
+    }
+    print(json.dumps({"benchmark": "fidelity", "model": args.model, "tokens": tokens, "scores": report}))
     return 0
 
 

@@ -30,8 +30,6 @@ from tests.sampling.helpers import chi_square_p
 from outrider import LLM, SamplingParams
 from outrider.outputs import RequestOutput, SpecCounters
 
-pytestmark = on_every_back_end
-
 LENGTHS = (1, 15, 16, 17, 100)  # around the page of 16
 DRAFTERS = ("perfect", "wrong", "half", "random")
 GAMMAS = tuple(range(1, fixtures.GAMMA + 1))
@@ -58,6 +56,7 @@ def references(zoo: Zoo) -> dict[str, list[RequestOutput]]:
     return found
 
 
+@on_every_back_end
 def test_t1_the_reference_itself_follows_the_map(references: dict[str, list[RequestOutput]]) -> None:
     for prompt, output in zip(t1_prompts("cycle"), references["cycle"], strict=True):
         assert tokens(output) == fixtures.continuation(prompt, 64)
@@ -84,6 +83,7 @@ def check_t1(
                 assert_same_but_for_ties(references[i], output, what, tie=zoo.tie)
 
 
+@on_every_back_end
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_t1_cycle(gamma: int, zoo: Zoo, references: dict[str, list[RequestOutput]]) -> None:
     """Every depth, each drafter at some depth; a batch of 8, a batch of 3 and one length alone."""
@@ -92,12 +92,14 @@ def test_t1_cycle(gamma: int, zoo: Zoo, references: dict[str, list[RequestOutput
         check_t1(zoo, references["cycle"], target="cycle", drafter=drafter, gamma=gamma, batches=batches)
 
 
+@on_every_back_end
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_t1_rand(gamma: int, zoo: Zoo, references: dict[str, list[RequestOutput]]) -> None:
     batches = [range(8)] if gamma % 2 else [(1, 3, 4), [gamma % len(LENGTHS)]]
     check_t1(zoo, references["rand"], target="rand", drafter="random", gamma=gamma, batches=batches)
 
 
+@on_every_back_end
 @pytest.mark.slow
 @pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -113,6 +115,7 @@ def test_t1_full_grid(
 # --------------------------------------------------------------------------------- T2: as many rounds as computed
 
 
+@on_every_back_end
 @pytest.mark.parametrize(("drafter", "gamma", "rounds"), [
     ("perfect", 1, 32), ("perfect", 3, 16), ("perfect", 7, 8), ("half", 7, 16), ("wrong", 7, 64),
 ])  # fmt: skip
@@ -124,6 +127,7 @@ def test_t2_rounds_whatever_the_prompt_length(drafter: str, gamma: int, rounds: 
         assert output.spec.accepted_length == 64 / rounds
 
 
+@on_every_back_end
 def test_t2_context_drafter_takes_the_rounds_of_the_plain_loop(zoo: Zoo) -> None:
     """This drafter knows nothing but the tapped features: a shift by a slot, a layer or a position fails here."""
     target = ReferenceTarget(zoo.path("layered"))
@@ -182,6 +186,7 @@ T5_CASES: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
 }
 
 
+@pytest.mark.parametrize("zoo", ["torch", "int8"], indirect=True)
 @pytest.mark.parametrize("num_sequences", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", T5_CASES)
 def test_t5_distribution(name: str, num_sequences: int, zoo: Zoo) -> None:
@@ -216,6 +221,7 @@ def t7_requests() -> list[tuple[str, list[int], SamplingParams]]:
     ]
 
 
+@on_every_back_end
 @pytest.mark.parametrize("reverse", [False, True], ids=["in order", "in reverse order"])
 def test_t7_arrivals_one_per_round_with_aborts(reverse: bool, zoo: Zoo) -> None:
     llm = zoo.llm("rand", "random", 7, enable_prefix_caching=False)
@@ -258,6 +264,7 @@ def check_counters(spec: SpecCounters) -> None:
         assert list(column) == sorted(column, reverse=True)
 
 
+@on_every_back_end
 def test_t12_counters_and_logprobs_of_half(zoo: Zoo) -> None:
     prompt, params = fixtures.orbit_prompt(16), greedy(65, logprobs=2)
     llm = zoo.llm("cycle", "half", 7)
@@ -284,6 +291,7 @@ def test_t12_counters_and_logprobs_of_half(zoo: Zoo) -> None:
         assert a.top[0].token_id == b.top[0].token_id
 
 
+@on_every_back_end
 def test_t12_confidence_cuts_at_two_drafts(zoo: Zoo, tmp_path: Path) -> None:
     def constant_confidence(config: Config, tensors: fixtures.TensorDict) -> None:
         tensors["confidence_head.proj.weight"].zero_()
@@ -300,6 +308,7 @@ def test_t12_confidence_cuts_at_two_drafts(zoo: Zoo, tmp_path: Path) -> None:
     assert output.spec.acceptance_rate == 1.0
 
 
+@on_every_back_end
 def test_stepping_the_core_by_hand_gives_the_same(zoo: Zoo) -> None:
     """``LLM.core`` is public: growing snapshots, the last of which is finished."""
     core = zoo.llm("cycle", "perfect", 7).core
