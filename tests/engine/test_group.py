@@ -162,6 +162,7 @@ def test_two_ranks_that_share_every_layer_give_the_same_tokens(zoo: Zoo) -> None
         ({"data_parallel_size": 2, "master_port": 70000}, ["master_port=70000", "65535"]),
         ({"data_parallel_size": 2, "master_addr": "10.0.0.1"}, ["master_addr='10.0.0.1'", "nnodes=1"]),
         ({"master_port": 29500}, ["master_port=29500", "one rank"]),
+        ({"distributed_timeout_seconds": 300}, ["distributed_timeout_seconds=300", "one rank"]),
         ({"data_parallel_size": 2, "distributed_timeout_seconds": 0}, ["distributed_timeout_seconds=0"]),
     ],
 )

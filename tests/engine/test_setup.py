@@ -135,3 +135,27 @@ def test_expert_parallelism_of_one_rank_holds_every_expert(tmp_path: Path) -> No
     args = EngineArgs(model=model, draft="none", enable_expert_parallel=True, kv_cache_memory_bytes=1 << 20)
     for engine in (make_engine(args), build_engine(args)):
         assert engine.stats().expert_parallel_size == 1
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup_max", "prompt_lookup_min"])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_flags_of_lookup_without_lookup_are_refused(name: str, drafted: bool, target: str, tmp_path: Path) -> None:
+    draft = str(make_perfect_drafter(tmp_path)) if drafted else "none"
+    with pytest.raises(ConfigError, match=rf"{name}=2 is about prompt lookup; it needs draft='lookup', not "):
+        resolve(EngineArgs(model=target, draft=draft, **{name: 2}))  # type: ignore[arg-type]
+    config = resolve(EngineArgs(model=target, draft="lookup", **{name: 2})).config  # type: ignore[arg-type]
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == ((1, 2) if name == "prompt_lookup_max" else (2, 3))
+
+
+def test_comparisons_keep_flags_for_the_engines_that_have_a_use_for_them(target: str, tmp_path: Path) -> None:
+    args = EngineArgs(
+        model=target,
+        draft=str(make_perfect_drafter(tmp_path)),
+        num_speculative_tokens=3,
+        draft_confidence_threshold=0.1,
+        prompt_lookup_max=2,
+    )
+    own, lookup, none = (resolve(args.drafting_with(draft)).config for draft in (args.draft, "lookup", "none"))
+    assert (own.num_speculative_tokens, own.draft_confidence_threshold) == (3, 0.1)
+    assert (lookup.prompt_lookup_max, lookup.draft_confidence_threshold) == (2, 0.0)
+    assert none.num_speculative_tokens == 0
