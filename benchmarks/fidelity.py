@@ -222,7 +222,7 @@ class Work:
         """By answer, candidate and reference."""
         path = self._folder / "scores.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return {tuple(place): Score(**score) for place, score in map(json.loads, lines)}  # type: ignore[misc]
+        return {tuple(place): Score(**score) for place, score in map(json.loads, lines)}
 
     def add(self, found: dict[tuple[int, str, str], Score]) -> None:
         with (self._folder / "scores.jsonl").open("a", encoding="utf-8") as file:

@@ -41,6 +41,7 @@ def build_library(
     kept = cache_dir() / "kernels" / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:20]}.so"
     if kept.is_file():
         return ctypes.CDLL(str(kept))
+    logger.info("compiling %s for this processor, once", name)
     with tempfile.TemporaryDirectory(prefix="outrider-build-") as folder:
         for file_name, text in sources.items():
             (Path(folder) / file_name).write_text(text, encoding="utf-8")
