@@ -2,8 +2,8 @@
 
     python benchmarks/fidelity.py --data examples/prompts.jsonl --tokens 20000 --work runs/fidelity
 
-The text is what the model itself answers, unquantised in float32, sampled at temperature 1 to the first turns of
-``{"turns": [...]}`` files: it exists wherever the model does, and its mean is the expectation over what the model says.
+The text is what the model itself answers to the first turns of ``{"turns": [...]}`` files, sampled at temperature 1 on
+the default back end: it exists wherever the model does, and on compiled passes it is the same on every machine.
 Every answer is run through each candidate behind its prompt, and at each of its tokens the distribution is compared
 with that of two references, float32 and bfloat16, both torch without a quantization. Candidates are the references,
 each ``--quantization`` (with the bfloat16 keys and values of the default, and with float32 ones), and, where
@@ -38,10 +38,8 @@ from tqdm import tqdm
 from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.bench.peers.gguf_formats import FORMATS, in_format
 from outrider.bench.prompt_file import encode_prompt, read_prompts
-from outrider.config import EngineArgs
 from outrider.engine.llm import LLM
 from outrider.engine.quantization import quantised_target, required_kernels
-from outrider.engine.setup import build_engine
 from outrider.layers.attention.interface import CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
 from outrider.models.native_decoder import NativeDecoder
@@ -161,22 +159,11 @@ def llama_cpp_logits(path: Path, *, length: int, threads: int) -> Logits:
     return run
 
 
-def answers(
-    loaded: LoadedModel, name: str, prompts: Sequence[str], *, tokens: int, max_tokens: int
-) -> Iterator[list[Answer]]:
+def answers(name: str, prompts: Sequence[str], *, tokens: int, max_tokens: int) -> Iterator[list[Answer]]:
     """Rounds over the prompts, every answer of another seed, until there are ``tokens`` answer tokens."""
-    prompt_ids = [encode_prompt(loaded.tokenizer, prompt, raw=False) for prompt in prompts]
+    llm = LLM(name, draft="none", max_num_seqs=SEATS)
+    prompt_ids = [encode_prompt(llm.tokenizer, prompt, raw=False) for prompt in prompts]
     prompt_ids *= max(1, SEATS // len(prompts))
-    longest = max(map(len, prompt_ids)) + max_tokens
-    args = EngineArgs(
-        model=name,
-        dtype="float32",
-        draft="none",
-        max_num_seqs=SEATS,
-        max_num_waiting=len(prompt_ids),
-        max_model_len=min(longest, loaded.config.max_position_embeddings),
-    )
-    llm = LLM.from_core(build_engine(args, target=loaded))
     made = 0
     for seed in count():
         params = [
@@ -296,9 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = [prompt for path in args.data for prompt in read_prompts(path, None)]
     settings = {"model": args.model, "tokens": args.tokens, "max_tokens": args.max_tokens, "prompts": prompts}
     work = Work(args.work, settings)
-    loaded = load_model(args.model, dtype="float32")
-    texts = work.answers(lambda: answers(loaded, args.model, prompts, tokens=args.tokens, max_tokens=args.max_tokens))
+    texts = work.answers(lambda: answers(args.model, prompts, tokens=args.tokens, max_tokens=args.max_tokens))
     longest = max(len(answer.token_ids) for answer in texts)
+    loaded = load_model(args.model, dtype="float32")
     run = candidates(args, loaded, longest=longest, threads=threads)
     scores = measure(work, texts, run)
     totals = {(name, reference): Total() for name in run for reference in REFERENCES}

@@ -15,6 +15,7 @@ from tests.kernels import needs_kernels
 
 from outrider.config import EngineArgs, QuantizationName
 from outrider.engine import quantization
+from outrider.engine.launch import _pinned
 from outrider.engine.setup import resolve
 from outrider.errors import ConfigError
 from outrider.ops.native_kernels import load_kernels
@@ -143,6 +144,16 @@ def test_without_a_compiler_it_is_refused_and_the_default_is_none(
     assert config.kv_dtype == "float32"
     with pytest.raises(ConfigError, match=r"quantization='int8' needs a C\+\+ compiler"):
         resolved(zoo.path("rand"), quantization="int8")
+
+
+def test_what_the_front_decides_holds_for_every_rank(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on another machine may have a compiler where the front has none, and the other way round."""
+    args = EngineArgs(model=str(zoo.path("rand")), draft="none", data_parallel_size=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantization, "load_kernels", lambda: None)
+        pinned = _pinned(args, resolve(args))
+    assert pinned.quantization == "none"
+    assert resolve(pinned).config.quantization == "none"
 
 
 @needs_kernels
