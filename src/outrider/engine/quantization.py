@@ -58,11 +58,15 @@ def resolve_quantization(args: EngineArgs, model: ModelDescription, *, device: D
             _say_once(f"the model runs in torch, unquantised: {error}")
             return "none"
         raise
-    return wanted
+    if load_kernels() is not None:
+        return wanted
+    if args.quantization == "auto":  # the build has said why there are none
+        return "none"
+    raise ConfigError(f"quantization={wanted!r} needs a C++ compiler (g++ or clang++) that builds its kernels")
 
 
 def _require_cover(args: EngineArgs, model: ModelConfig, wanted: QuantizationName, *, device: DeviceName) -> None:
-    """Raises ConfigError where compiled passes do not run this model with these options on this machine."""
+    """Raises ConfigError where compiled passes do not run this model with these options."""
     if device != "cpu":
         raise ConfigError(f"quantization={wanted!r} runs compiled CPU passes; it needs device='cpu', not {device!r}")
     if args.tensor_parallel_size > 1:
@@ -76,8 +80,6 @@ def _require_cover(args: EngineArgs, model: ModelConfig, wanted: QuantizationNam
             f"{args.attention_backend!r}"
         )
     require_native(model, quantization=wanted, what="model")
-    if load_kernels() is None:
-        raise ConfigError(f"quantization={wanted!r} needs a C++ compiler (g++ or clang++) that builds its kernels")
 
 
 @cache

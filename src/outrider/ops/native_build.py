@@ -1,10 +1,10 @@
 """Compiling C++ where a compiler is at hand, once per machine.
 
-Contract: ``build_library`` gives the loaded library, or None, with the reason in the log, where there is no compiler
-or the build fails; every caller has a torch path that means the same. A build is kept in the cache folder under a name
-made of everything that shaped it (sources, flags, compiler, processor), so that a stale one is never loaded. A cache
-that cannot be written costs a build per process. Worst fault: code for another processor, which ends in SIGILL; hence
-the processor's feature flags in the name.
+Contract: ``build_library`` gives the loaded library, or None, with the reason in the log, where there is neither a
+compiler nor an earlier build, or the build fails; every caller has a torch path that means the same. A build is kept in
+the cache folder under a name made of everything that shaped it (sources, flags, processor, compiler), so that a stale
+one is never loaded. A cache that cannot be written costs a build per process. Worst fault: code for another processor,
+which ends in SIGILL; hence the processor's feature flags in the name.
 """
 
 from __future__ import annotations
@@ -32,22 +32,26 @@ def build_library(
 ) -> ctypes.CDLL | None:
     """``sources``: text by file name; ``main`` is the one to compile; ``libraries``: linker arguments, and all of them:
     what flags would bring along (``-fopenmp`` the compiler's own OpenMP) is not linked."""
+    described = "\0".join((main, *flags, *libraries, _processor(), *(f"{k}\0{v}" for k, v in sources.items())))
+    folder, stem = cache_dir() / "kernels", f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:20]}"
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        logger.info("no C++ compiler (g++ or clang++): %s runs on torch, which is slower", name)
-        return None
+        builds = sorted(folder.glob(f"{stem}-*.so"))  # of compilers that were here once: any will do
+        if not builds:
+            logger.info("no C++ compiler (g++ or clang++): %s runs on torch, which is slower", name)
+            return None
+        return ctypes.CDLL(str(builds[-1]))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    described = "\0".join((main, *flags, *libraries, version, _processor(), *(f"{k}\0{v}" for k, v in sources.items())))
-    kept = cache_dir() / "kernels" / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:20]}.so"
+    kept = folder / f"{stem}-{hashlib.sha256(version.encode()).hexdigest()[:8]}.so"
     if kept.is_file():
         return ctypes.CDLL(str(kept))
     logger.info("compiling %s for this processor, once", name)
-    with tempfile.TemporaryDirectory(prefix="outrider-build-") as folder:
+    with tempfile.TemporaryDirectory(prefix="outrider-build-") as scratch:
         for file_name, text in sources.items():
-            (Path(folder) / file_name).write_text(text, encoding="utf-8")
-        compiled, built = Path(folder) / "compiled.o", Path(folder) / "built.so"
+            (Path(scratch) / file_name).write_text(text, encoding="utf-8")
+        compiled, built = Path(scratch) / "compiled.o", Path(scratch) / "built.so"
         for step in (
-            [compiler, *flags, "-fPIC", "-c", str(Path(folder) / main), "-o", str(compiled)],
+            [compiler, *flags, "-fPIC", "-c", str(Path(scratch) / main), "-o", str(compiled)],
             [compiler, "-shared", str(compiled), *libraries, "-o", str(built)],
         ):
             if not _runs(step, name):
