@@ -6,8 +6,8 @@ The text is what the model itself answers to the first turns of ``{"turns": [...
 the default back end: it exists wherever the model does, and on compiled passes it is the same on every machine.
 Every answer is run through each candidate behind its prompt, and at each of its tokens the distribution is compared
 with that of two references, float32 and bfloat16, both torch without a quantization. Candidates are the references,
-each ``--quantization`` (with the bfloat16 keys and values of the default, and with float32 ones), and, where
-llama-cpp-python can be imported, llama.cpp on the model's GGUF file in each ``--formats``. Top-1 agreement is the share
+each ``--quantization`` with the bfloat16 keys and values that engines give it, and, where llama-cpp-python can be
+imported, llama.cpp on the model's GGUF file in each ``--formats``. Top-1 agreement is the share
 of tokens where the likeliest one is the same.
 
 Answers and scores are kept in ``--work``, and a run goes on where one before it with the same settings ended. Progress
@@ -27,6 +27,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ class Answer:
         return len(self.token_ids) - self.prompt_len
 
 
+class Distributions:
+    """Of one model at the tokens of one answer."""
+
+    def __init__(self, logits_NV: Tensor) -> None:
+        self.log_p_NV = logits_NV.log_softmax(-1)
+        self.likeliest_N = logits_NV.argmax(-1)
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """[N, V]; only a reference's are asked for."""
+        return self.log_p_NV.exp()
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """Of one answer and candidate against one reference."""
@@ -71,11 +85,11 @@ class Score:
     agreeing: int
 
     @classmethod
-    def of(cls, expected_NV: Tensor, found_NV: Tensor) -> Score:
-        expected_NV, found_NV = expected_NV.log_softmax(-1), found_NV.log_softmax(-1)
+    def of(cls, expected: Distributions, found: Distributions) -> Score:
+        difference_NV = expected.log_p_NV - found.log_p_NV
         return cls(
-            divergence=float((expected_NV.exp() * (expected_NV - found_NV)).sum(dtype=torch.float64)),
-            agreeing=int((expected_NV.argmax(-1) == found_NV.argmax(-1)).sum()),
+            divergence=float(difference_NV.mul_(expected.probabilities).sum(dtype=torch.float64)),
+            agreeing=int((expected.likeliest_N == found.likeliest_N).sum()),
         )
 
 
@@ -227,9 +241,7 @@ def candidates(args: argparse.Namespace, loaded: LoadedModel, *, longest: int, t
     }
     for name in args.quantization:
         required_kernels()
-        native = quantised_target(loaded.model, name)
-        found[name] = own_logits(native, torch.bfloat16, threads=threads)
-        found[f"{name}, float32 KV"] = own_logits(native, torch.float32, threads=threads)
+        found[name] = own_logits(quantised_target(loaded.model, name), torch.bfloat16, threads=threads)
     path = resolve_model(args.model)
     if importlib.util.find_spec("llama_cpp") is None:
         print("llama.cpp is left out: no package llama-cpp-python", file=sys.stderr)
@@ -248,15 +260,12 @@ def measure(work: Work, texts: Sequence[Answer], run: dict[str, Logits]) -> dict
         missing = [name for name in run if any((index, name, reference) not in scores for reference in REFERENCES)]
         if not missing:
             continue
-        token_ids = torch.tensor(answer.token_ids[:-1])
-        first = answer.prompt_len - 1
-        expected = {reference: run[reference](token_ids)[first:] for reference in REFERENCES}
-        new = {}
+        token_ids, first = torch.tensor(answer.token_ids[:-1]), answer.prompt_len - 1
+        expected = {reference: Distributions(run[reference](token_ids)[first:]) for reference in REFERENCES}
+        new: dict[tuple[int, str, str], Score] = {}
         for name in missing:
-            found_NV = expected[name] if name in expected else run[name](token_ids)[first:]
-            for reference, expected_NV in expected.items():
-                width = min(expected_NV.shape[1], found_NV.shape[1])
-                new[index, name, reference] = Score.of(expected_NV[:, :width], found_NV[:, :width])
+            found = expected[name] if name in expected else Distributions(run[name](token_ids)[first:])
+            new |= {(index, name, reference): Score.of(each, found) for reference, each in expected.items()}
         work.add(new)
         scores |= new
     return scores
