@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from tests import fixtures
 from tests.engine.groups import EXIT_S, is_running, within
+from tests.processes import children
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 200
@@ -76,13 +76,6 @@ def serving(flags: list[str]) -> Iterator[Serving]:
     finally:
         process.kill()
         process.wait()
-
-
-def children(process_id: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{process_id}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text(encoding="ascii").split()]
-    return found
 
 
 def text_of(length: int) -> str:

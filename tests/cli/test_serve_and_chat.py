@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from tests import fixtures
+from tests.processes import children
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 200
@@ -37,8 +39,10 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_serve_until_sigterm(engine_flags: list[str]) -> None:
-    with started([*OUTRIDER, "serve", *engine_flags, "--port", "0", "--served-model-name", "c", "--json"]) as process:
+@pytest.mark.parametrize("more", [[], ["--disable-frontend-multiprocessing"]], ids=["own process", "in process"])
+def test_serve_until_sigterm(engine_flags: list[str], more: list[str]) -> None:
+    command = [*OUTRIDER, "serve", *engine_flags, "--port", "0", "--served-model-name", "c", "--json", *more]
+    with started(command) as process:
         assert process.stderr is not None
         seen = []
         while " on http" not in (line := process.stderr.readline()):
@@ -47,6 +51,7 @@ def test_serve_until_sigterm(engine_flags: list[str]) -> None:
         url = line.rpartition(" on ")[2].strip()
         prompt = fixtures.orbit_prompt(8)
         body = {"model": "c", "prompt": prompt, "max_tokens": 9, "temperature": 0}
+        assert len(children(process.pid)) == (0 if more else 1)
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).json()
         expected = fixtures.continuation(prompt, 9)
         assert answer["choices"][0]["text"] == "".join(fixtures.CHARACTERS[token_id] for token_id in expected)
@@ -55,6 +60,17 @@ def test_serve_until_sigterm(engine_flags: list[str]) -> None:
         assert process.returncode == 0
         report = json.loads(out.splitlines()[-1])
         assert (report["drained"], report["generation_tokens"], report["spec"]["rounds"]) == (True, 9, 2)
+
+
+def test_serve_ends_with_its_engine(engine_flags: list[str]) -> None:
+    with started([*OUTRIDER, "serve", *engine_flags, "--port", "0"]) as process:
+        assert process.stderr is not None
+        while " on http" not in process.stderr.readline():
+            pass
+        (engine,) = children(process.pid)
+        os.kill(engine, signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 1
 
 
 def test_chat_from_a_pipe(engine_flags: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from outrider.errors import ConfigError
 from outrider.train.anchors import BatchPlan, build_batch, choose_anchors, valid_anchors
 from outrider.train.data import SequenceRows, StoreShape, TokenStore
-from outrider.train.prompts import TEMPLATES, QuestionFilter, TemplatedQuestions, read_excluded
+from outrider.train.prompts import TEMPLATES, FileQuestions, QuestionFilter, TemplatedQuestions, fill, read_excluded
 
 _SLOTS = 3
 
@@ -117,6 +119,27 @@ def test_questions_cover_every_template_without_gaps() -> None:
     assert not any("{" in question or "}" in question for question in questions)
     starts = {template.split("{")[0] for templates in TEMPLATES.values() for template in templates}
     assert all(any(question.startswith(start) for question in questions) for start in starts if len(start) > 8)
+
+
+def test_given_questions_are_asked_once_each_before_templated_ones(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    first.write_text('{"turns": ["What is tea?", "And coffee?"]}\n{"question": "Who was Ada?"}\n')
+    second.write_text("Why is the sky blue?\n\n")
+    questions = list(islice(FileQuestions([first, second], seed=5), 8))
+    assert set(questions[:3]) == {"What is tea?", "Who was Ada?", "Why is the sky blue?"}
+    assert questions[3:] == list(islice(TemplatedQuestions(seed=5), 5))
+    assert list(islice(FileQuestions([], seed=5), 5)) == questions[3:]
+    second.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"questions: .*b\.txt cannot be read \(not UTF-8\)"):
+        FileQuestions([second], seed=5)
+
+
+def test_a_template_never_gets_the_same_word_twice() -> None:
+    text = fill(
+        "{place} or {place}? Ask {name} of {thing}.", Random(1), lambda field: "Oz" if field == "place" else None
+    )
+    assert text.count("Oz") == 1
+    assert not re.search(r"[{}]", text)
 
 
 def test_excluded_questions_are_refused_whatever_their_spelling(tmp_path: Path) -> None:

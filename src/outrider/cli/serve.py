@@ -40,6 +40,13 @@ def serve_command(
     log_interval: Annotated[
         float, typer.Option(help="Seconds between the lines on throughput and drafting.")
     ] = _DEFAULTS.log_interval_s,
+    disable_frontend_multiprocessing: Annotated[
+        bool,
+        typer.Option(
+            "--disable-frontend-multiprocessing",
+            help="Run a single rank's engine in the server's own process: less memory, slower under many clients.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON line of counters.")] = False,
 ) -> None:
     """Serve a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
@@ -55,7 +62,8 @@ def serve_command(
     )
     join_group(engine_args)
     with bind(config) as bound:
-        engine = AsyncEngine(make_engine(engine_args), model_name=engine_args.model)
+        core = make_engine(engine_args, own_process=not disable_frontend_multiprocessing)
+        engine = AsyncEngine(core, model_name=engine_args.model)
         report = run_server(engine, config, bound=bound)
     if json:
         print_json_line(report_json(report))

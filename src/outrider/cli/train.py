@@ -64,6 +64,10 @@ def train_command(
     own_question_share: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of questions that the target asks itself.")
     ] = 0.5,
+    questions: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of questions to ask before templated ones, in random order; may be repeated."),
+    ] = None,
     exclude_prompts: Annotated[
         list[Path] | None, typer.Option(help="File of questions that must not be trained on; may be repeated.")
     ] = None,
@@ -142,6 +146,7 @@ def train_command(
             ),
             dtype=dtype.value,
             held_out=held_out,
+            questions=tuple(questions or ()),
             exclude_prompts=tuple(exclude_prompts or ()),
             evaluate_prompts=evaluate_prompts,
             evaluate_tokens=evaluate_tokens,

@@ -64,12 +64,27 @@ class _Meeting:
     becomes: int | None  # the rank this very process is to be
 
 
-def make_engine(args: EngineArgs, *, build: BuildEngine = build_engine) -> Engine:
+_ALONE = _Meeting(
+    store_host=LOCALHOST,
+    store_port=0,
+    hosts_store=True,
+    is_front=True,
+    everyone_is_local=True,
+    ranks=(0,),
+    becomes=None,
+)
+
+
+def make_engine(args: EngineArgs, *, build: BuildEngine = build_engine, own_process: bool = False) -> Engine:
     """The engine that ``args`` describe: of this process, or the front of several ranks.
 
-    ``build`` makes a rank's engine core. In processes without the front this does not return: see ``join_group``.
+    ``own_process`` puts a single rank into a process too, so that nothing the caller does (HTTP, tokenisation, text)
+    takes the interpreter from its steps. ``build`` makes a rank's engine core. In processes without the front this
+    does not return: see ``join_group``.
     """
     if args.world_size == 1:
+        if own_process:
+            return _launch(args, _ALONE, build)
         return build(args, parallel=ParallelState.single(topology_of(args)))
     join_group(args)
     return _launch(args, _meeting(args), build)

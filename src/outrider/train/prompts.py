@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from outrider.errors import ConfigError
@@ -287,18 +287,38 @@ class TemplatedQuestions(Iterator[str]):
         self._random = random.Random(seed)
 
     def __next__(self) -> str:
-        used: set[str] = set()
-        template = self._random.choice(TEMPLATES[self._random.choice(sorted(TEMPLATES))])
-        text = _FIELD.sub(lambda field: self._word(field[1], used), template)
-        return text[0].upper() + text[1:]
+        return fill(self._random.choice(TEMPLATES[self._random.choice(sorted(TEMPLATES))]), self._random)
 
-    def _word(self, field: str, used: set[str]) -> str:
+
+def fill(template: str, chance: random.Random, words: Callable[[str], str | None] = lambda _: None) -> str:
+    """The template with a word for every field: ``words(field)``, or one of the lists here where that gives None."""
+    used: set[str] = set()
+
+    def word(field: str) -> str:
         if field in ("small", "number", "big"):
             low, high = {"small": (2, 12), "number": (13, 90), "big": (100, 900)}[field]
-            return str(self._random.randint(low, high))
-        word = self._random.choice([word for word in _LISTS[field] if word not in used])
-        used.add(word)
-        return word
+            return str(chance.randint(low, high))
+        found = words(field)
+        if found is None or found in used:
+            found = chance.choice([word for word in _LISTS[field] if word not in used])
+        used.add(found)
+        return found
+
+    text = _FIELD.sub(lambda field: word(field[1]), template)
+    return text[0].upper() + text[1:]
+
+
+class FileQuestions(Iterator[str]):
+    """The first questions of the files' lines in random order, then templated ones."""
+
+    def __init__(self, paths: Iterable[Path], *, seed: int) -> None:
+        questions = [questions_of(line)[0] for path in paths for line in _lines(path, "questions")]
+        random.Random(seed).shuffle(questions)
+        self._questions = iter(questions)
+        self._templated = TemplatedQuestions(seed=seed)
+
+    def __next__(self) -> str:
+        return next(self._questions, None) or next(self._templated)
 
 
 class QuestionFilter:
@@ -332,15 +352,15 @@ def normalize(text: str) -> str:
 
 def read_excluded(paths: Iterable[Path]) -> list[str]:
     """Questions of evaluation files: JSON lines with ``turns`` (list), ``prompt`` or ``question``, else plain lines."""
-    questions: list[str] = []
-    for path in paths:
-        try:
-            lines = path.read_text().splitlines()
-        except OSError as error:
-            raise ConfigError(f"exclude-prompts: {path} cannot be read ({error.strerror})") from error
-        for line in filter(str.strip, lines):
-            questions += questions_of(line)
-    return questions
+    return [question for path in paths for line in _lines(path, "exclude-prompts") for question in questions_of(line)]
+
+
+def _lines(path: Path, option: str) -> list[str]:
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{option}: {path} cannot be read ({reason})") from error
 
 
 def questions_of(line: str) -> list[str]:

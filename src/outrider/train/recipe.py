@@ -31,7 +31,7 @@ from outrider.train.export import SelfTestPlan, converted, export
 from outrider.train.generate import ChatFrame, GenerationSettings, generate
 from outrider.train.initialize import choose_draft_vocab, initialize
 from outrider.train.progress import progress_bar
-from outrider.train.prompts import QuestionFilter, TemplatedQuestions, questions_of, read_excluded
+from outrider.train.prompts import FileQuestions, QuestionFilter, TemplatedQuestions, questions_of, read_excluded
 from outrider.train.trainer import HeldOut, Trainer, TrainSettings, read_state
 
 logger = get_logger(__name__)
@@ -59,6 +59,7 @@ class Recipe:
     training: TrainSettings
     dtype: str  # of matmuls: bfloat16 or float32
     held_out: int  # sequences kept from training
+    questions: tuple[Path, ...]  # asked before templated ones
     exclude_prompts: tuple[Path, ...]
     evaluate_prompts: Path | None
     evaluate_tokens: int
@@ -166,7 +167,7 @@ class Run:
                 store,
                 replace(recipe.generation, seed=seed),
                 tap_layer_ids=recipe.shape.target_layer_ids,
-                texts=TemplatedQuestions(seed=seed),
+                texts=FileQuestions(recipe.questions, seed=seed),
                 question_filter=questions,
                 max_seconds=60 * minutes_left,
                 report=report,
