@@ -215,7 +215,7 @@ class EngineArgs:
 
     @property
     def collective_timeout_seconds(self) -> int:
-        """How long ranks wait for one another."""
+        """How long the processes of an engine wait for one another."""
         return self.distributed_timeout_seconds or 300
 
     def drafting_with(self, draft: str) -> EngineArgs:
@@ -239,11 +239,6 @@ class EngineArgs:
             raise ConfigError(f"master_addr={self.master_addr!r} is where several nodes meet; nnodes=1")
         if self.world_size == 1 and self.master_port is not None:
             raise ConfigError(f"master_port={self.master_port} is where ranks meet; there is one rank only")
-        if self.world_size == 1 and self.distributed_timeout_seconds is not None:
-            raise ConfigError(
-                f"distributed_timeout_seconds={self.distributed_timeout_seconds} is how long ranks wait for one "
-                "another; there is one rank only"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from tests.engine.groups import group_args, group_of, running_group
 from tests.engine.zoo import Zoo, assert_same_but_for_ties, generate, greedy, random_prompt, run_to_end, tokens
 
 from outrider import LLM, SamplingParams
+from outrider.bench.contenders import Contenders
 from outrider.config import EngineArgs
 from outrider.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 
@@ -163,7 +164,6 @@ def test_two_ranks_that_share_every_layer_give_the_same_tokens(zoo: Zoo) -> None
         ({"data_parallel_size": 2, "master_port": 70000}, ["master_port=70000", "65535"]),
         ({"data_parallel_size": 2, "master_addr": "10.0.0.1"}, ["master_addr='10.0.0.1'", "nnodes=1"]),
         ({"master_port": 29500}, ["master_port=29500", "one rank"]),
-        ({"distributed_timeout_seconds": 300}, ["distributed_timeout_seconds=300", "one rank"]),
         ({"data_parallel_size": 2, "distributed_timeout_seconds": 0}, ["distributed_timeout_seconds=0"]),
     ],
 )
@@ -172,6 +172,15 @@ def test_ranks_that_cannot_be_are_refused_by_name(changes: dict[str, object], wo
         EngineArgs(**changes)  # type: ignore[arg-type]
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_timeout_of_an_engine_in_this_process_is_refused(zoo: Zoo) -> None:
+    """Of ``outrider serve`` it is not: there one rank is a process of its own."""
+    with pytest.raises(ConfigError, match=r"distributed_timeout_seconds=9 is how long .*this engine is one process"):
+        zoo.llm("cycle", distributed_timeout_seconds=9)
+    args = group_args(zoo, "cycle", data_parallel_size=1, distributed_timeout_seconds=9)
+    with pytest.raises(ConfigError, match="distributed_timeout_seconds=9"):
+        Contenders.resolved(args)
 
 
 def test_a_model_that_the_ranks_do_not_divide_starts_no_process(zoo: Zoo) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from outrider.bench.workload import BenchRequest
 from outrider.config import EngineArgs, EngineConfig, ProposerName, launcher_from_environment
 from outrider.engine.engine import Engine
-from outrider.engine.launch import make_engine
+from outrider.engine.launch import make_engine, refuse_timeout
 from outrider.engine.llm import OFFLINE_MAX_WAITING
 from outrider.engine.quantization import load_shared_target
 from outrider.engine.setup import build_engine, resolve
@@ -45,6 +45,7 @@ class Contenders:
     def resolved(cls, args: EngineArgs) -> Contenders:
         """Without weights: every engine that is built loads its own."""
         args = dataclasses.replace(args, enable_prefix_caching=False, max_num_waiting=OFFLINE_MAX_WAITING)
+        refuse_timeout(args)
         resolved = resolve(args.drafting_with(args.draft))
         if args.world_size > 1 and (args.nnodes > 1 or launcher_from_environment() is not None):
             raise ConfigError(f"nnodes={args.nnodes}: bench starts several engines, so its ranks are of one machine")

@@ -16,6 +16,7 @@ from outrider.cli.engine_options import with_engine_options
 from outrider.cli.json_output import print_json_line, spec_json
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
+from outrider.engine.launch import refuse_timeout
 from outrider.engine.quantization import load_shared_target
 from outrider.engine.setup import build_engine, resolve
 from outrider.errors import ConfigError
@@ -51,6 +52,7 @@ def demo_command(
     """Stream an answer with the drafter, then run the same without drafting and with prompt lookup, and compare."""
     console = Console()
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=engine_args.seed)
+    refuse_timeout(engine_args)
     resolved = resolve(engine_args.drafting_with(engine_args.draft))
     if resolved.topology.world_size > 1:
         raise ConfigError(

@@ -53,7 +53,7 @@ HELP: dict[str, str] = {
     "node_rank": "This machine's number; machine 0 takes the requests.",
     "master_addr": "Address of machine 0, where several meet.",
     "master_port": "Port there; by default a free one, with several machines 29501.",
-    "distributed_timeout_seconds": "A rank that does not come to a collective for so long ends the group; by "
+    "distributed_timeout_seconds": "A process of an engine that does not answer for so long ends the engine; by "
     "default 300.",
 }
 

@@ -85,9 +85,19 @@ def make_engine(args: EngineArgs, *, build: BuildEngine = build_engine, own_proc
     if args.world_size == 1:
         if own_process:
             return _launch(args, _ALONE, build)
+        refuse_timeout(args)
         return build(args, parallel=ParallelState.single(topology_of(args)))
     join_group(args)
     return _launch(args, _meeting(args), build)
+
+
+def refuse_timeout(args: EngineArgs) -> None:
+    """Of an engine of one rank in this process: nobody waits there. Raises ConfigError."""
+    if args.world_size == 1 and args.distributed_timeout_seconds is not None:
+        raise ConfigError(
+            f"distributed_timeout_seconds={args.distributed_timeout_seconds} is how long the processes of an engine "
+            "wait for one another; this engine is one process"
+        )
 
 
 def join_group(args: EngineArgs) -> None:
