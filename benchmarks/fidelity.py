@@ -280,10 +280,32 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=20000, help="of answers, at least")
     parser.add_argument("--max-tokens", type=int, default=256, help="of one answer")
     parser.add_argument("--work", type=Path, default=Path("runs/fidelity"), help="keeps answers and scores")
+    parser.add_argument("--kept", action="store_true", help="report what is in --work so far, and compute nothing")
     args = parser.parse_args(argv)
     args.quantization = args.quantization or ["int8", "int4"]
     args.formats = args.formats or list(FORMATS)
     return args
+
+
+def report(model: str, texts: Sequence[Answer], scores: dict[tuple[int, str, str], Score]) -> None:
+    """A table of the answers that every candidate has been through, and the JSON line."""
+    names = list(dict.fromkeys(name for _, name, _ in scores))
+    complete = [i for i in range(len(texts)) if all((i, name, r) in scores for name in names for r in REFERENCES)]
+    tokens = sum(texts[i].num_tokens for i in complete)
+    print(f"{len(complete)} of {len(texts)} answers, {tokens} tokens")
+    if not complete:
+        return
+    print(f"{'':24}" + "".join(f"{'KL to ' + reference:>20} {'+-':>9} {'top-1':>7}" for reference in REFERENCES))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in names:
+        totals = {r: Total([(texts[i].num_tokens, scores[i, name, r]) for i in complete]) for r in REFERENCES}
+        cells = [f"{t.mean_kl:20.3e} {t.standard_error:9.1e} {t.agreement:7.4f}" for t in totals.values()]
+        print(f"{name:24}" + "".join(cells))
+        found[name] = {
+            r: {"mean_kl": t.mean_kl, "standard_error": t.standard_error, "top1_agreement": t.agreement}
+            for r, t in totals.items()
+        }
+    print(json.dumps({"benchmark": "fidelity", "model": model, "tokens": tokens, "scores": found}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,36 +315,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {"model": args.model, "tokens": args.tokens, "max_tokens": args.max_tokens, "prompts": prompts}
     work = Work(args.work, settings)
     texts = work.answers(lambda: answers(args.model, prompts, tokens=args.tokens, max_tokens=args.max_tokens))
-    longest = max(len(answer.token_ids) for answer in texts)
+    if args.kept:
+        report(args.model, texts, work.scores())
+        return 0
     loaded = load_model(args.model, dtype="float32")
-    run = candidates(args, loaded, longest=longest, threads=threads)
-    scores = measure(work, texts, run)
-    totals = {(name, reference): Total() for name in run for reference in REFERENCES}
-    for (index, name, reference), score in scores.items():
-        if name in run:
-            totals[name, reference].scores.append((texts[index].num_tokens, score))
-    tokens = sum(answer.num_tokens for answer in texts)
-    print(
-        f"{'':24}" + "".join(f"{'KL to ' + r:>20} {'+-':>9} {'top-1':>7}" for r in REFERENCES) + f"   {tokens} tokens"
-    )
-    for name in run:
-        cells = [totals[name, reference] for reference in REFERENCES]
-        print(
-            f"{name:24}"
-            + "".join(f"{cell.mean_kl:20.3e} {cell.standard_error:9.1e} {cell.agreement:7.4f}" for cell in cells)
-        )
-    report = {
-        name: {
-            reference: {
-                "mean_kl": totals[name, reference].mean_kl,
-                "standard_error": totals[name, reference].standard_error,
-                "top1_agreement": totals[name, reference].agreement,
-            }
-            for reference in REFERENCES
-        }
-        for name in run
-    }
-    print(json.dumps({"benchmark": "fidelity", "model": args.model, "tokens": tokens, "scores": report}))
+    longest = max(len(answer.token_ids) for answer in texts)
+    report(args.model, texts, measure(work, texts, candidates(args, loaded, longest=longest, threads=threads)))
     return 0
 
 

@@ -56,6 +56,7 @@ def test_a_run_goes_on_where_another_was_cut(arguments: list[str], capsys: pytes
     kept = Path(arguments[arguments.index("--work") + 1]) / "scores.jsonl"
     lines = kept.read_text(encoding="utf-8").splitlines()
     kept.write_text("\n".join(lines[: len(lines) // 2 + 1]) + "\n", encoding="utf-8")
+    assert 0 < run([*arguments, "--kept"], capsys)["tokens"] < whole["tokens"]
     assert run(arguments, capsys) == whole
     with pytest.raises(SystemExit, match="holds the work of other settings"):
         fidelity.main([*arguments, "--tokens", "151"])
