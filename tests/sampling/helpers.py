@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.ops.compiled_head import CompiledHead
 from outrider.sampling.state import LogitRow, SequenceState
 from outrider.sampling_params import SamplingParams
 
@@ -32,6 +33,8 @@ def verify_rows(state: SequenceState, drafts: Sequence[int] = ()) -> list[LogitR
 class TableDrafter:
     """A sequential head whose bias and confidence are tables over the previous token."""
 
+    compiled_head: CompiledHead | None = None
+
     def __init__(self, *, bias_VVd: Tensor, draft_to_target_V: Tensor, confidence_V: Tensor) -> None:
         self.bias_VVd = bias_VVd
         self.draft_to_target_V = draft_to_target_V
@@ -39,11 +42,18 @@ class TableDrafter:
 
     @classmethod
     def flat(cls, vocab_size: int, draft_to_target: Sequence[int] | None = None) -> TableDrafter:
-        """No bias at all: drafts come from the base logits."""
+        """No bias at all: drafts come from the base logits, in a compiled walk too."""
         ids = torch.arange(vocab_size) if draft_to_target is None else torch.tensor(draft_to_target)
-        return cls(
+        drafter = cls(
             bias_VVd=torch.zeros(vocab_size, len(ids)), draft_to_target_V=ids, confidence_V=torch.zeros(vocab_size)
         )
+        drafter.compiled_head = CompiledHead(
+            vocab_size=vocab_size,
+            markov=None,
+            confidence_X=None,
+            draft_to_target_V=None if draft_to_target is None else ids,
+        )
+        return drafter
 
     def markov_state(self, num_requests: int) -> Tensor:
         return torch.zeros(num_requests, 1)

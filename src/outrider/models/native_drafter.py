@@ -25,6 +25,7 @@ from outrider.models.decoder import DecoderLayer
 from outrider.models.dspark import ConfidenceHead, DSparkDrafter, MarkovHead
 from outrider.models.native_stack import NativeStack, pack_layers, padded_vector
 from outrider.models.packed_weights import PackedWeights
+from outrider.ops.compiled_head import CompiledHead, MarkovTable
 from outrider.ops.native_kernels import ContextStruct, Kernels, address
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
 
@@ -71,6 +72,27 @@ class NativeDrafter(nn.Module):
         self._context_norm = address(weights.tensors["hidden_norm"], torch.float32)
         self._lm_head = weights.matrices["lm_head"]
         self._markov = weights.matrices["markov_w2"] if config.markov_rank else None
+        self.compiled_head = self._compiled_head()
+
+    def _compiled_head(self) -> CompiledHead | None:
+        """None for heads whose features are more than a table."""
+        markov = None
+        if self.markov_head is not None and self._markov is not None:
+            if self.markov_head.head_type != "vanilla":
+                return None
+            markov = MarkovTable(features_Vr=self.markov_head.markov_w1.weight.data, bias=self._markov)
+        confidence_X = None
+        if self.confidence_head is not None:
+            weight, bias = self.confidence_head.proj.weight.data, self.confidence_head.proj.bias
+            assert bias is not None
+            confidence_X = torch.cat((weight[0].float(), bias.data.float()))
+        identity = torch.equal(self.draft_to_target_V, torch.arange(self.config.draft_vocab_size))
+        return CompiledHead(
+            vocab_size=self.config.decoder.vocab_size,
+            markov=markov,
+            confidence_X=confidence_X,
+            draft_to_target_V=None if identity else self.draft_to_target_V,
+        )
 
     @classmethod
     def of(cls, kernels: Kernels, drafter: DSparkDrafter) -> NativeDrafter:

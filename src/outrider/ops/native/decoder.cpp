@@ -13,6 +13,8 @@
 #include "attention.h"
 #include "pack.h"
 #include "product.h"
+#include "sampling.h"
+#include "walk.h"
 
 using namespace outrider;
 
@@ -104,7 +106,7 @@ struct Split {
 };
 
 // What a pass spends its time on; ops/native_kernels.py names them in this order.
-enum Stage { NORM, QKV, ROTARY, ATTENTION, OUTPUT, GATE_UP, DOWN, LINEAR, STAGES };
+enum Stage { NORM, QKV, ROTARY, ATTENTION, OUTPUT, GATE_UP, DOWN, LINEAR, SAMPLING, STAGES };
 
 class Stopwatch {
  public:
@@ -129,6 +131,7 @@ struct Workspace {
   std::vector<Split> splits;
   int num_splits = 0;
   std::vector<float> partials;
+  std::vector<SamplingScratch> sampling;
 };
 
 std::mutex pass_mutex;  // guards the three below
@@ -139,7 +142,10 @@ int wanted_threads = 1;
 Pool& current_pool() {
   if (!pool || !pool->of_this_process()) pool = new Pool(wanted_threads);
   space.clock.start();
-  if (space.scratch.size() < size_t(pool->threads())) space.scratch.resize(pool->threads());
+  if (space.scratch.size() < size_t(pool->threads())) {
+    space.scratch.resize(pool->threads());
+    space.sampling.resize(pool->threads());
+  }
   return *pool;
 }
 
@@ -545,6 +551,43 @@ int outrider_write_context(const Decoder* m, const Context* c) {
     if (uint64_t(c->positions[r]) >= uint64_t(c->num_positions)) return 2;
   if (c->kv_is_bf16) store_context<bf16>(current_pool(), *m, *c);
   else store_context<float>(current_pool(), *m, *c);
+  return 0;
+}
+
+// 0, or 1 for an anchor beyond the vocabulary.
+int outrider_walk(const Walk* w) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  for (int r = 0; r < w->requests; ++r)
+    if (uint64_t(w->anchors[r]) >= uint64_t(w->vocab)) return 1;
+  Pool& pool = current_pool();
+  const Rows rows = space.input.resized(w->requests, w->rank);
+  float* features = sized(space.attention, size_t(w->requests) * rows.groups * GROUP);
+  for (int slot = 0; slot < w->depth; ++slot) {
+    const size_t columns = w->draft_vocab;
+    float* logits = w->q + (w->keeps_q ? slot : 0) * w->requests * columns;
+    slot_logits(pool, *w, slot, rows, features, logits);
+    space.clock.mark(LINEAR);
+    pool.run(w->requests, [&](int r, int thread) {
+      draw_slot(*w, r, slot, logits + r * columns, space.sampling[thread]);
+    });
+    space.clock.mark(SAMPLING);
+  }
+  return 0;
+}
+
+// 0, or 1 for a draft beyond the vocabulary, or one that is not in the draft vocabulary.
+int outrider_verify(const Verification* v) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  for (int r = 0; r < v->requests; ++r)
+    for (int row = v->starts[r]; row < v->starts[r + 1] - 1; ++row) {
+      const uint64_t id = v->drafts[row];
+      if (id >= uint64_t(v->vocab)) return 1;
+      if (v->q && (v->column_of_id ? id >= uint64_t(v->mapped_ids) || v->column_of_id[id] < 0
+                                   : id >= uint64_t(v->draft_vocab)))
+        return 1;
+    }
+  current_pool().run(v->requests, [&](int r, int thread) { verify(*v, r, space.sampling[thread]); });
+  space.clock.mark(SAMPLING);
   return 0;
 }
 }
