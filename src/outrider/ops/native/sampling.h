@@ -29,6 +29,7 @@ constexpr int STRETCH = 1024;                          // columns whose sums are
 constexpr float WEIGHT_SCALE = 4503599627370496.f;     // 2^52
 constexpr double TOP_P_SLACK = 1e-6;
 constexpr float FIRST_REACH = 8.f, LAST_REACH = 64.f;  // of a filter's candidates below the largest logit
+constexpr size_t FIRST_ORDERED = 128;                    // of these
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 struct Candidate {
@@ -135,15 +136,19 @@ inline void filter(const float* logits, int size, const Sampled& s, float top, S
     const auto before = [](const Candidate& a, const Candidate& b) {
       return a.value > b.value || (a.value == b.value && a.id < b.id);
     };
-    if (ordered < found.size()) std::nth_element(found.begin(), found.begin() + ordered, found.end(), before);
-    std::sort(found.begin(), found.begin() + ordered, before);
-    mass.resize(ordered);
+    const double share = s.top_p - TOP_P_SLACK, enough = whole && s.top_p < 1.0 ? share : INFINITE;
     double sum = 0.0;
-    for (size_t j = 0; j < ordered; ++j) mass[j] = sum += double(found[j].prob);
+    mass.clear();
+    for (size_t n = 0, next; n < ordered && sum < enough;) {  // in order, as far as the mass is needed
+      next = enough < INFINITE ? std::min(ordered, std::max(FIRST_ORDERED, 4 * n)) : ordered;
+      if (next < found.size()) std::nth_element(found.begin() + n, found.begin() + next, found.end(), before);
+      std::sort(found.begin() + n, found.begin() + next, before);
+      for (; n < next; ++n) mass.push_back(sum += double(found[n].prob));
+    }
     if (s.top_p < 1.0) {
-      const double wanted = (s.top_p - TOP_P_SLACK) * (whole ? 1.0 : sum);
+      const double wanted = share * (whole ? 1.0 : sum);
       const size_t below = std::lower_bound(mass.begin(), mass.end(), wanted) - mass.begin();
-      if (below == ordered && !all && whole) continue;
+      if (below == mass.size() && whole && !all) continue;
       length = std::min(length, below + 1);
     }
     kept = length;
