@@ -347,10 +347,11 @@ class EngineCore:
             if emission.num_offered >= 0:
                 kept_rows += range(emission.first_row, emission.first_row + num_kept)
         if verified is not None:
+            kept = _index(kept_rows)
             self._proposer.write_context(
-                taps_NF=verified.taps_NF[kept_rows],
-                positions_N=verified.positions_N[kept_rows],
-                slots_N=verified.slots_N[kept_rows],
+                taps_NF=verified.taps_NF[kept],
+                positions_N=verified.positions_N[kept],
+                slots_N=verified.slots_N[kept],
             )
         for emission, num_kept in commits:
             self._commit_one(emission, num_kept, changed)
@@ -464,3 +465,12 @@ class EngineCore:
             expert_load=self._expert_load.snapshot(),
             expert_parallel_size=self._expert_load.expert_parallel_size,
         )
+
+
+def _index(rows: Seq[int]) -> slice | torch.Tensor:
+    """Of ascending rows: a slice where they follow one another, as those of one request do; it copies nothing."""
+    if not rows:
+        return slice(0)
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows)

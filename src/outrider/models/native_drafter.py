@@ -153,23 +153,21 @@ class NativeDrafter(nn.Module):
         width, hidden = self.config.block_width, self.config.decoder.hidden_size
         assert metadata.block_width == width, f"metadata is for blocks of {metadata.block_width} rows, not {width}"
         requests = anchor_ids_R.shape[0]
-        block_ids_RW = anchor_ids_R.new_full((requests, width), self.config.mask_token_id)
-        block_ids_RW[:, 0] = anchor_ids_R
-        positions_RW = anchor_positions_R[:, None] + torch.arange(width)
-        starts_R1 = torch.arange(0, (requests + 1) * width, width, dtype=torch.int32)
         hidden_RWD = torch.empty(requests, width, hidden)
         self._stack.run_pass(
             self.embed_tokens.weight,
-            block_ids_RW,
-            positions_RW,
+            anchor_ids_R,
+            anchor_positions_R,
             kv_caches,
-            starts_R1=starts_R1,
+            starts_R1=None,
             lengths_R=metadata.context_lens_R,
             block_tables_RB=metadata.block_tables_RB,
             kv_block_size=metadata.kv_block_size,
             slots_N=None,
             max_position=metadata.max_context_len + width,
             hidden=hidden_RWD,
+            block_width=width,
+            mask_token_id=self.config.mask_token_id,
         )
         return hidden_RWD
 

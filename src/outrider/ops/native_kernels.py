@@ -67,10 +67,12 @@ class PassStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("embedding", "embedding_bf16", "token_ids", "positions", "cos", "sin")),
         ("caches", ctypes.POINTER(CacheStruct)),
-        *((name, c_void_p) for name in ("slots", "starts", "lengths", "tables", "tap_layers", "taps", "hidden")),
+        *((name, c_void_p) for name in ("slots", "starts", "lengths", "tables")),
+        ("tap_layers", ctypes.POINTER(c_int32)),
+        ("taps", c_void_p),
+        ("hidden", c_void_p),
         *((name, c_int32) for name in ("rows", "requests", "table_width", "block_size", "num_taps", "kv_is_bf16")),
-        ("vocab_size", c_int32),
-        ("num_positions", c_int32),
+        *((name, c_int32) for name in ("vocab_size", "num_positions", "block_width", "mask_id")),
     )
 
 
@@ -103,7 +105,10 @@ class WalkStruct(ctypes.Structure):
         ("bias", ctypes.POINTER(MatrixStruct)),
         *((name, c_void_p) for name in ("features", "features_bf16", "base", "hidden", "confidence", "anchors")),
         ("sampled", ctypes.POINTER(SampledStruct)),
-        *((name, c_void_p) for name in ("draft_to_target", "ids", "q", "confidences")),
+        ("draft_to_target", c_void_p),
+        ("ids", ctypes.POINTER(c_int64)),
+        ("q", c_void_p),
+        ("confidences", c_void_p),
         *((name, c_int32) for name in ("requests", "slots", "depth", "draft_vocab", "vocab", "rank", "hidden_size")),
         *((name, c_int32) for name in ("hidden_stride", "confidence_size", "keeps_q")),
     )
@@ -143,6 +148,7 @@ class Kernels:
         library.outrider_linear.argtypes = (ctypes.POINTER(MatrixStruct), c_void_p, c_int, c_int, c_void_p, c_int)
         library.outrider_pass.argtypes = (ctypes.POINTER(DecoderStruct), ctypes.POINTER(PassStruct))
         library.outrider_write_context.argtypes = (ctypes.POINTER(DecoderStruct), ctypes.POINTER(ContextStruct))
+        library.outrider_finite_rows.argtypes = (c_void_p, c_int, c_int, ctypes.POINTER(c_int32))
         library.outrider_walk.argtypes = (ctypes.POINTER(WalkStruct),)
         library.outrider_verify.argtypes = (ctypes.POINTER(VerificationStruct),)
         library.outrider_set_threads(threads)
@@ -199,6 +205,13 @@ class Kernels:
 
     def write_context(self, decoder: DecoderStruct, arguments: ContextStruct) -> None:
         _check(self._library.outrider_write_context(ctypes.byref(decoder), ctypes.byref(arguments)))
+
+    def finite_rows(self, x_NI: Tensor) -> tuple[bool, ...]:
+        """Of each fp32 row, whether all of it is finite."""
+        rows, size = x_NI.shape
+        finite = (c_int32 * rows)()
+        self._library.outrider_finite_rows(address(x_NI, torch.float32), rows, size, finite)
+        return tuple(map(bool, finite))
 
     def walk(self, arguments: WalkStruct) -> None:
         """Draft through a block: fills ids, q and confidences."""

@@ -48,29 +48,34 @@ class CompiledSampling:
         confidence: bool,
     ) -> Proposal:
         head = drafter.compiled_head
+        in_torch = [r for r, row in enumerate(rows) if head is None or row.state.edits_logits]
+        if head is not None and not in_torch:
+            return self._walk(head, base_logits_RGV, hidden_RGD, anchor_ids_R, rows, num_drafts_R, confidence)
 
-        def part(requests: Sequence[int], *, compiled: bool) -> Proposal:
-            """All of the requests, or some; in that case of copies."""
-            index: slice | Sequence[int] = slice(None) if len(requests) == len(rows) else requests
-            base, hidden, anchors = base_logits_RGV[index], hidden_RGD[index], anchor_ids_R[index]
-            rows_R, drafts_R = [rows[r] for r in requests], [num_drafts_R[r] for r in requests]
-            if compiled and head is not None:
-                return self._walk(head, base, hidden, anchors, rows_R, drafts_R, confidence=confidence)
+        def walked_in_torch(requests: Sequence[int]) -> Proposal:
             return propose(
                 drafter=drafter,
-                base_logits_RGV=base,
-                hidden_RGD=hidden,
-                anchor_ids_R=anchors,
-                rows=rows_R,
-                num_drafts_R=drafts_R,
+                base_logits_RGV=base_logits_RGV[requests],
+                hidden_RGD=hidden_RGD[requests],
+                anchor_ids_R=anchor_ids_R[requests],
+                rows=[rows[r] for r in requests],
+                num_drafts_R=[num_drafts_R[r] for r in requests],
                 confidence=confidence,
             )
 
-        in_torch = [r for r, row in enumerate(rows) if head is None or row.state.edits_logits]
-        if len(in_torch) in (0, len(rows)):
-            return part(range(len(rows)), compiled=not in_torch)
-        walked = sorted(set(range(len(rows))) - set(in_torch))
-        return _merged(len(rows), ((in_torch, part(in_torch, compiled=False)), (walked, part(walked, compiled=True))))
+        if head is None or len(in_torch) == len(rows):
+            return walked_in_torch(in_torch)
+        rest = sorted(set(range(len(rows))) - set(in_torch))
+        walked = self._walk(
+            head,
+            base_logits_RGV[rest],
+            hidden_RGD[rest],
+            anchor_ids_R[rest],
+            [rows[r] for r in rest],
+            [num_drafts_R[r] for r in rest],
+            confidence,
+        )
+        return _merged(len(rows), ((in_torch, walked_in_torch(in_torch)), (rest, walked)))
 
     def _walk(
         self,
@@ -80,7 +85,6 @@ class CompiledSampling:
         anchor_ids_R: Tensor,
         rows: Sequence[LogitRow],
         num_drafts_R: Sequence[int],
-        *,
         confidence: bool,
     ) -> Proposal:
         """Requests whose logits nothing edits."""
@@ -94,14 +98,14 @@ class CompiledSampling:
         keeps_q = not all(row.state.is_greedy for row in rows)
         base, anchors = base_logits_RGV.contiguous(), anchor_ids_R.contiguous()
         hidden = hidden_RGD if hidden_RGD.stride()[1:] == (hidden_RGD.shape[2], 1) else hidden_RGD.contiguous()
-        ids_RG = torch.empty((requests, depth), dtype=torch.int64)
+        ids = (c_int64 * (requests * depth))()
         q_GRV = torch.empty((depth if keeps_q else 1, requests, columns))
         confidence_RG = torch.empty((requests, depth if confidence else 0))
         arguments = WalkStruct(
             base=address(base, torch.float32),
             anchors=address(anchors, torch.int64),
             sampled=_sampled(rows),
-            ids=address(ids_RG, torch.int64),
+            ids=ids,
             q=address(q_GRV, torch.float32),
             requests=requests,
             slots=slots,
@@ -134,7 +138,7 @@ class CompiledSampling:
             arguments.confidence_size = size
         self._kernels.walk(arguments)
         return Proposal(
-            draft_ids=tuple(tuple(ids[:n]) for ids, n in zip(ids_RG.tolist(), num_drafts_R, strict=True)),
+            draft_ids=tuple(tuple(ids[r * depth : r * depth + n]) for r, n in enumerate(num_drafts_R)),
             q_steps=q_GRV.unbind(0) if keeps_q else (),
             draft_to_target=head.draft_to_target_V,
             confidence_logits=confidence_RG,

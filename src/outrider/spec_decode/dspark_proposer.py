@@ -72,8 +72,11 @@ class DSparkProposer:
         if not requests:
             return Proposal.one_hot([])
         first = 0 if self._config.sample_from_anchor else 1  # slot 0 predicts nothing in the other convention
-        used_RGD = hidden_RGD[: len(requests), first : first + self.num_speculative_tokens]
-        base_logits = self._drafter.compute_base_logits(used_RGD.reshape(-1, used_RGD.shape[-1]))
+        used = (len(requests), self.num_speculative_tokens)
+        used_RGD = hidden_RGD
+        if used_RGD.shape[:2] != used:  # a slice of everything takes time too
+            used_RGD = used_RGD[: used[0], first : first + used[1]]
+        base_logits = self._drafter.compute_base_logits(used_RGD.flatten(0, 1))
         return self._sampling.propose(
             drafter=self._drafter,
             base_logits_RGV=base_logits.view(*used_RGD.shape[:2], -1),

@@ -40,12 +40,12 @@ struct Cache {  // one layer's pool [S, Hkv, E], fp32 or bf16
 struct Pass {
   const float* embedding;           // fp32 [V, D], or
   const uint16_t* embedding_bf16;   // bf16
-  const int64_t* token_ids;         // [N]
-  const int64_t* positions;         // [N]
+  const int64_t* token_ids;         // [N]; blocks: each request's anchor, [R]
+  const int64_t* positions;         // [N]; blocks: the anchor's, [R]
   const float *cos, *sin;           // [positions, E / 2]
   const Cache* caches;              // [num_layers]
   const int64_t* slots;             // [N]; null: a drafter's block, whose keys and values never enter the pool
-  const int32_t* starts;            // [R + 1], each request's first row
+  const int32_t* starts;            // [R + 1], each request's first row; blocks: not read
   const int32_t* lengths;           // [R]: causal the positions of the last row and before; block the context's
   const int32_t* tables;            // [R, table_width]
   const int32_t* tap_layers;        // [num_taps]; -1 is the embedding
@@ -53,6 +53,7 @@ struct Pass {
   float* hidden;                    // [N, D], after the final norm; rows behind starts[R] are left alone
   int32_t rows, requests, table_width, block_size, num_taps, kv_is_bf16;
   int32_t vocab_size, num_positions;  // of the embedding and of the rotary tables
+  int32_t block_width, mask_id;       // blocks: the anchor, then mask tokens, at ascending positions; 0: causal rows
 };
 
 struct Context {
@@ -132,6 +133,8 @@ struct Workspace {
   int num_splits = 0;
   std::vector<float> partials;
   std::vector<SamplingScratch> sampling;
+  std::vector<int64_t> block_ids, block_positions;
+  std::vector<int32_t> block_starts;
 };
 
 std::mutex pass_mutex;  // guards the three below
@@ -152,6 +155,22 @@ Pool& current_pool() {
 float* sized(std::vector<float>& buffer, size_t size) {
   if (buffer.size() < size) buffer.resize(size);
   return buffer.data();
+}
+
+// The rows of a drafter's blocks, which `p` then points to.
+void lay_out_blocks(Pass& p) {
+  space.block_ids.assign(size_t(p.requests) * p.block_width, p.mask_id);
+  space.block_positions.resize(space.block_ids.size());
+  space.block_starts.resize(p.requests + 1);
+  for (int r = 0; r <= p.requests; ++r) space.block_starts[r] = r * p.block_width;
+  for (int r = 0; r < p.requests; ++r) {
+    const int first = space.block_starts[r];
+    space.block_ids[first] = p.token_ids[r];
+    for (int i = 0; i < p.block_width; ++i) space.block_positions[first + i] = p.positions[r] + i;
+  }
+  p.token_ids = space.block_ids.data();
+  p.positions = space.block_positions.data();
+  p.starts = space.block_starts.data();
 }
 
 // fn(row) for every row, each row on one thread.
@@ -477,6 +496,12 @@ void outrider_linear(const Matrix* w, const float* x, int rows, int inputs, floa
   space.clock.mark(LINEAR);
 }
 
+// Of each row whether all of it is finite.
+void outrider_finite_rows(const float* x, int rows, int size, int32_t* finite) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  current_pool().run(rows, [&](int r, int) { finite[r] = all_finite(x + size_t(r) * size, size); });
+}
+
 // Seconds spent in each stage since the last call.
 void outrider_stage_seconds(double* seconds) {
   std::lock_guard<std::mutex> lock(pass_mutex);
@@ -523,9 +548,12 @@ void outrider_multiply(const Matrix* w, const float* x, int rounds) {
 }
 
 // 0, or what is wrong with the rows: 1 a token id, 2 a position. Nothing is written then.
-int outrider_pass(const Decoder* m, const Pass* p) {
+int outrider_pass(const Decoder* m, const Pass* given) {
   std::lock_guard<std::mutex> lock(pass_mutex);
   Pool& pool = current_pool();
+  Pass rows_given = *given;
+  if (given->block_width) lay_out_blocks(rows_given);
+  const Pass* p = &rows_given;
   const int rows = p->starts[p->requests];
   for (int r = 0; r < rows; ++r) {
     if (uint64_t(p->token_ids[r]) >= uint64_t(p->vocab_size)) return 1;

@@ -93,6 +93,15 @@ inline int argmax(const float* row, int size) {
   return i;
 }
 
+inline bool all_finite(const float* row, int size) {
+  i32v most = {};
+  int i = 0;
+  for (; i + LANES <= size; i += LANES) most = max(magnitude(load(row + i)), most);
+  int32_t top = largest(most);
+  for (; i < size; ++i) top = std::max(top, largest(magnitude(splat(row[i]))));
+  return as_float(top) < INFINITE;
+}
+
 // Every number finite: NaN is 0, and infinities are the largest numbers.
 INLINE f32v finite(f32v x) {
   constexpr float most = std::numeric_limits<float>::max();
