@@ -358,6 +358,16 @@ def test_the_argmax_is_the_first_of_equals_and_nan_the_largest(kernels: Kernels)
     assert [result.token_ids for result in found] == [(i,) for i in logits_NV.numpy().argmax(-1).tolist()]
 
 
+def test_rows_that_are_finite(kernels: Kernels) -> None:
+    x_NI = torch.full((7, VOCAB), 3e38)  # a sum of these is not finite, each of them is
+    for row, (column, value) in enumerate(
+        [(0, torch.nan), (VOCAB - 1, torch.inf), (70, -torch.inf), (1999, -torch.nan)]
+    ):
+        x_NI[row, column] = value
+    assert kernels.finite_rows(x_NI) == (False,) * 4 + (True,) * 3
+    assert kernels.finite_rows(x_NI[:0]) == ()
+
+
 def test_ids_beyond_a_vocabulary_are_refused(kernels: Kernels) -> None:
     backend, drafter, states = CompiledSampling(kernels), Drafter(kernels, sliced=True), states_of([{}])
     logits_NV = torch.zeros(2, VOCAB)
