@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.zoo import Zoo, decode, generate, greedy, random_prompt, tokens
-from tests.kernels import needs_kernels
 from tests.reference_drafter import ReferenceTarget
 
 from outrider import SamplingParams
@@ -24,14 +23,11 @@ MIX: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=needs_kernels)])
 @pytest.mark.parametrize(("drafter", "gamma"), [("random", 7), ("none", None)])
-def test_a_mixed_batch_gives_each_request_its_solo_run(
-    drafter: str, gamma: int | None, quantization: str, zoo: Zoo
-) -> None:
+def test_a_mixed_batch_gives_each_request_its_solo_run(drafter: str, gamma: int | None, zoo: Zoo) -> None:
     prompts = [random_prompt(9 + 4 * i, seed=i) for i in range(len(MIX))]
     params = [SamplingParams(max_tokens=16, **mix) for mix in MIX]
-    llm = zoo.llm("rand", drafter, gamma, enable_prefix_caching=False, quantization=quantization)
+    llm = zoo.llm("rand", drafter, gamma, enable_prefix_caching=False)
     together = generate(llm, prompts, params)
     for prompt, p, output in zip(prompts, params, together, strict=True):
         solo = generate(llm, [prompt], p)[0]
