@@ -118,7 +118,6 @@ class NativeDrafter(nn.Module):
         if rows == 0:
             return
         tables = self._stack.rotary
-        tables.cover(int(positions_N.max()) + 1)
         caches, kv_is_bf16 = self._stack.caches(kv_caches)
         taps_NF, positions_N, slots_N = (
             taps_NF.float().contiguous(),
@@ -139,7 +138,9 @@ class NativeDrafter(nn.Module):
             kv_is_bf16=kv_is_bf16,
             num_positions=tables.cos_PE.shape[0],
         )
-        self._kernels.write_context(self._stack.struct, arguments)
+        if not self._kernels.write_context(self._stack.struct, arguments):
+            tables.cover(int(positions_N.max()) + 1)
+            self.write_context(taps_NF, positions_N, kv_caches, slots_N)
 
     def forward(
         self,

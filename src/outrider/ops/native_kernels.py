@@ -203,8 +203,10 @@ class Kernels:
     def run_pass(self, decoder: DecoderStruct, arguments: PassStruct) -> None:
         _check(self._library.outrider_pass(ctypes.byref(decoder), ctypes.byref(arguments)))
 
-    def write_context(self, decoder: DecoderStruct, arguments: ContextStruct) -> None:
-        _check(self._library.outrider_write_context(ctypes.byref(decoder), ctypes.byref(arguments)))
+    def write_context(self, decoder: DecoderStruct, arguments: ContextStruct) -> bool:
+        """False: a position lies beyond the rotary tables, and nothing was written."""
+        fault: int = self._library.outrider_write_context(ctypes.byref(decoder), ctypes.byref(arguments))
+        return fault == 0
 
     def finite_rows(self, x_NI: Tensor) -> tuple[bool, ...]:
         """Of each fp32 row, whether all of it is finite."""

@@ -65,7 +65,7 @@ class ModelRunner:
             case PrefillBatch():
                 hidden_KD = output.hidden_ND[batch.logit_rows_K.to(device, non_blocking=True)]
             case VerifyBatch():
-                hidden_KD = _first(output.hidden_ND, real)
+                hidden_KD = first_rows(output.hidden_ND, real)
             case _:
                 assert_never(batch)
         logits_KV = self._target.compute_logits(hidden_KD)
@@ -76,9 +76,9 @@ class ModelRunner:
         return TargetOutput(
             logits_KV=logits_KV,
             finite_K=finite,
-            taps_NF=_first(output.taps_NF, real),
-            positions_N=_first(batch.positions_N, real).to(device, non_blocking=True),
-            slots_N=_first(batch.metadata.slot_mapping_N, real).to(device, non_blocking=True),
+            taps_NF=first_rows(output.taps_NF, real),
+            positions_N=first_rows(batch.positions_N, real).to(device, non_blocking=True),
+            slots_N=first_rows(batch.metadata.slot_mapping_N, real).to(device, non_blocking=True),
         )
 
     def _forward(self, inputs: TargetInputs) -> DecoderOutput:
@@ -103,6 +103,6 @@ class ModelRunner:
         )
 
 
-def _first(x_NX: Tensor, rows: int) -> Tensor:
+def first_rows(x_NX: Tensor, rows: int) -> Tensor:
     """A slice takes time, even one of everything."""
     return x_NX if x_NX.shape[0] == rows else x_NX[:rows]

@@ -133,7 +133,8 @@ class CompiledSampling:
             assert hidden.shape[:2] == (requests, slots), f"hidden states {tuple(hidden.shape)}"
             arguments.confidence = address(head.confidence_X, torch.float32)
             arguments.confidences = address(confidence_RG, torch.float32)
-            arguments.hidden = address(hidden[0], torch.float32)  # the requests may lie apart
+            assert hidden.dtype == torch.float32, f"hidden states in {hidden.dtype}"
+            arguments.hidden = hidden.data_ptr()  # the requests may lie apart
             arguments.hidden_size, arguments.hidden_stride = hidden_size, hidden.stride(0)
             arguments.confidence_size = size
         self._kernels.walk(arguments)

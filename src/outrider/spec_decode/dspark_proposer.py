@@ -23,6 +23,7 @@ from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_drafter import NativeDrafter
 from outrider.runner.batch_builder import BatchBuilder, DraftRow
 from outrider.runner.graph_runner import GraphKey, GraphRunner
+from outrider.runner.model_runner import first_rows
 from outrider.sampling.backend import SamplingBackend
 from outrider.sampling.proposal import Proposal
 from outrider.spec_decode.proposer import DraftRequest
@@ -72,16 +73,15 @@ class DSparkProposer:
         if not requests:
             return Proposal.one_hot([])
         first = 0 if self._config.sample_from_anchor else 1  # slot 0 predicts nothing in the other convention
-        used = (len(requests), self.num_speculative_tokens)
-        used_RGD = hidden_RGD
-        if used_RGD.shape[:2] != used:  # a slice of everything takes time too
-            used_RGD = used_RGD[: used[0], first : first + used[1]]
+        used_RGD = first_rows(hidden_RGD, len(requests))
+        if used_RGD.shape[1] != self.num_speculative_tokens:
+            used_RGD = used_RGD[:, first : first + self.num_speculative_tokens]
         base_logits = self._drafter.compute_base_logits(used_RGD.flatten(0, 1))
         return self._sampling.propose(
             drafter=self._drafter,
             base_logits_RGV=base_logits.view(*used_RGD.shape[:2], -1),
             hidden_RGD=used_RGD,
-            anchor_ids_R=batch.anchor_ids_R[: len(requests)].to(hidden_RGD.device, non_blocking=True),
+            anchor_ids_R=first_rows(batch.anchor_ids_R, len(requests)).to(hidden_RGD.device, non_blocking=True),
             rows=[r.row for r in requests],
             num_drafts_R=[r.num_drafts for r in requests],
             confidence=self._config.enable_confidence_head,
