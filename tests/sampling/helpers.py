@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.ops.compiled_head import CompiledHead
+from outrider.sampling.processors import Distribution
+from outrider.sampling.random import Role
+from outrider.sampling.sampler import row_uniforms, sample_at
 from outrider.sampling.state import LogitRow, SequenceState
 from outrider.sampling_params import SamplingParams
 
@@ -28,6 +31,11 @@ def verify_rows(state: SequenceState, drafts: Sequence[int] = ()) -> list[LogitR
     """The anchor's row and one behind each draft; the anchor is the last token of prompt and output."""
     anchor = len(state.prompt_token_ids) + len(state.output_token_ids) - 1
     return [LogitRow(state, tuple(drafts[:j]), anchor + 1 + j, anchor) for j in range(len(drafts) + 1)]
+
+
+def sample(dist: Distribution, rows: Sequence[LogitRow], role: Role = Role.TARGET) -> Tensor:
+    """One token per row, int64 [N]."""
+    return sample_at(dist, row_uniforms(rows, role))
 
 
 class TableDrafter:
