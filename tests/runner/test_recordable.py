@@ -42,6 +42,7 @@ from outrider.runner.batch_builder import BatchBuilder
 from outrider.runner.cuda_graph_runner import CudaGraphRunner
 from outrider.runner.kv_memory import allocate_kv, plan_kv_memory
 from outrider.runner.model_runner import ModelRunner
+from outrider.sampling.backend import TorchSampling
 from outrider.spec_decode.dspark_proposer import DSparkProposer
 
 MAX_LEN, SIZE = 48, 16
@@ -126,6 +127,7 @@ def capture(
             kv_caches=drafter_kv,
             builder=builder,
             graphs=graphs,
+            sampling=TorchSampling(),
         )
         runner = ModelRunner(target=target, kv_caches=target_kv, tap_layer_ids=proposer.tap_layer_ids, graphs=graphs)
         capture_tiers(

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.ops.compiled_head import CompiledHead
+from outrider.sampling.processors import Distribution
+from outrider.sampling.random import Role
+from outrider.sampling.sampler import row_uniforms, sample_at
 from outrider.sampling.state import LogitRow, SequenceState
 from outrider.sampling_params import SamplingParams
 
@@ -29,8 +33,15 @@ def verify_rows(state: SequenceState, drafts: Sequence[int] = ()) -> list[LogitR
     return [LogitRow(state, tuple(drafts[:j]), anchor + 1 + j, anchor) for j in range(len(drafts) + 1)]
 
 
+def sample(dist: Distribution, rows: Sequence[LogitRow], role: Role = Role.TARGET) -> Tensor:
+    """One token per row, int64 [N]."""
+    return sample_at(dist, row_uniforms(rows, role))
+
+
 class TableDrafter:
     """A sequential head whose bias and confidence are tables over the previous token."""
+
+    compiled_head: CompiledHead | None = None
 
     def __init__(self, *, bias_VVd: Tensor, draft_to_target_V: Tensor, confidence_V: Tensor) -> None:
         self.bias_VVd = bias_VVd
@@ -39,11 +50,18 @@ class TableDrafter:
 
     @classmethod
     def flat(cls, vocab_size: int, draft_to_target: Sequence[int] | None = None) -> TableDrafter:
-        """No bias at all: drafts come from the base logits."""
+        """No bias at all: drafts come from the base logits, in a compiled walk too."""
         ids = torch.arange(vocab_size) if draft_to_target is None else torch.tensor(draft_to_target)
-        return cls(
+        drafter = cls(
             bias_VVd=torch.zeros(vocab_size, len(ids)), draft_to_target_V=ids, confidence_V=torch.zeros(vocab_size)
         )
+        drafter.compiled_head = CompiledHead(
+            vocab_size=vocab_size,
+            markov=None,
+            confidence_X=None,
+            draft_to_target_V=None if draft_to_target is None else ids,
+        )
+        return drafter
 
     def markov_state(self, num_requests: int) -> Tensor:
         return torch.zeros(num_requests, 1)

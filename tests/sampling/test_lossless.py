@@ -2,7 +2,8 @@
 
 Target p = (.10, .60, .30) on three tokens at every position, drafter q = (.45, .10, .45), the other logits at -30;
 WIDE is a pair whose residual has two tokens. 20,000 sequences with distinct seeds, in the quick run for the plain
-case only. Drafts are kept right through rounds as the engine does: rejected ones are drafted again in the next round.
+case only; in torch and compiled. Drafts are kept right through rounds as the engine does: rejected ones are drafted
+again in the next round.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels import needs_kernels
 from tests.sampling.helpers import TableDrafter, chi_square_p, verify_rows
 
+from outrider.ops.native_kernels import Kernels
 from outrider.sampling import rejection
-from outrider.sampling.processors import process
-from outrider.sampling.proposal import Proposal, propose
+from outrider.sampling.backend import SamplingBackend, TorchSampling
+from outrider.sampling.compiled import CompiledSampling
+from outrider.sampling.proposal import Proposal
 from outrider.sampling.random import Role
-from outrider.sampling.rejection import accept
 from outrider.sampling.sampler import row_uniforms
 from outrider.sampling.state import LogitRow, SequenceState
 from outrider.sampling_params import SamplingParams
@@ -43,7 +46,7 @@ def logits_of(probs: Sequence[float]) -> torch.Tensor:
     return torch.cat((torch.tensor(probs).log(), torch.full((VOCAB - len(probs),), -30.0)))
 
 
-MakeProposal = Callable[[list[SequenceState]], Proposal]
+MakeProposal = Callable[[SamplingBackend, list[SequenceState]], Proposal]
 
 
 def model_proposal(pair: Pair = MAIN, draft_to_target: Sequence[int] | None = None) -> MakeProposal:
@@ -51,8 +54,8 @@ def model_proposal(pair: Pair = MAIN, draft_to_target: Sequence[int] | None = No
     drafter = TableDrafter.flat(VOCAB, draft_to_target)
     base_V = logits_of(pair.q)[drafter.draft_to_target_V]
 
-    def make(states: list[SequenceState]) -> Proposal:
-        return propose(
+    def make(backend: SamplingBackend, states: list[SequenceState]) -> Proposal:
+        return backend.propose(
             drafter=drafter,
             base_logits_RGV=base_V.expand(len(states), GAMMA, -1),
             hidden_RGD=torch.zeros(len(states), GAMMA, 1),
@@ -65,7 +68,7 @@ def model_proposal(pair: Pair = MAIN, draft_to_target: Sequence[int] | None = No
     return make
 
 
-def lookup_proposal(states: list[SequenceState]) -> Proposal:
+def lookup_proposal(backend: SamplingBackend, states: list[SequenceState]) -> Proposal:
     """Determined drafts, likely and unlikely ones."""
     return Proposal.one_hot([(1, 0, 2)] * len(states))
 
@@ -79,7 +82,15 @@ class Case:
     shorten: bool = False  # keep 0..GAMMA drafts, by sequence and round
 
 
-def simulate(case: Case, num_sequences: int) -> list[tuple[int, ...]]:
+@pytest.fixture(params=["torch", pytest.param("compiled", marks=needs_kernels)])
+def backend(request: pytest.FixtureRequest) -> SamplingBackend:
+    if request.param == "torch":
+        return TorchSampling()
+    kernels: Kernels = request.getfixturevalue("kernels")
+    return CompiledSampling(kernels)
+
+
+def simulate(case: Case, num_sequences: int, backend: SamplingBackend) -> list[tuple[int, ...]]:
     """The first POSITIONS tokens of each sequence."""
     shared = SamplingParams(max_tokens=None, **case.params)
     states = [
@@ -88,7 +99,7 @@ def simulate(case: Case, num_sequences: int) -> list[tuple[int, ...]]:
     ]
     pending = states
     while pending:
-        proposal = case.make_proposal(pending)
+        proposal = case.make_proposal(backend, pending)
         widths = [1 + GAMMA] * len(pending)
         if case.shorten:
             widths = [1 + (state.seed + len(state.output_token_ids)) % (GAMMA + 1) for state in pending]
@@ -97,8 +108,9 @@ def simulate(case: Case, num_sequences: int) -> list[tuple[int, ...]]:
             for state, ids, width in zip(pending, proposal.draft_ids, widths, strict=True)
             for row in verify_rows(state, ids[: width - 1])
         ]
-        dist = process(logits_of(case.pair.p).expand(len(rows), VOCAB), rows)
-        for state, result in zip(pending, accept(dist=dist, rows=rows, proposal=proposal, widths=widths), strict=True):
+        logits_NV = logits_of(case.pair.p).repeat(len(rows), 1)
+        results = backend.accept(logits_NV=logits_NV, rows=rows, proposal=proposal, widths=widths)
+        for state, result in zip(pending, results, strict=True):
             assert len(result.token_ids) == result.num_accepted + 1
             state.append(result.token_ids)
         pending = [state for state in pending if len(state.output_token_ids) < POSITIONS]
@@ -135,16 +147,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emitted_tokens_have_the_targets_distribution(name: str) -> None:
+def test_emitted_tokens_have_the_targets_distribution(name: str, backend: SamplingBackend) -> None:
     count = NUM_SEQUENCES if name == "plain" else NUM_QUICK
-    values = p_values(simulate(CASES[name], count), CASES[name].expected)
+    values = p_values(simulate(CASES[name], count, backend), CASES[name].expected)
     assert min(values) > ALPHA, values
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_emitted_tokens_have_the_targets_distribution_in_full(name: str) -> None:
-    values = p_values(simulate(CASES[name], NUM_SEQUENCES), CASES[name].expected)
+def test_emitted_tokens_have_the_targets_distribution_in_full(name: str, backend: SamplingBackend) -> None:
+    values = p_values(simulate(CASES[name], NUM_SEQUENCES, backend), CASES[name].expected)
     assert min(values) > ALPHA, values
 
 
@@ -161,4 +173,4 @@ def test_a_shared_stream_would_be_noticed(monkeypatch: pytest.MonkeyPatch, role:
         return row_uniforms(rows, [stolen if a is role else a for a in asked])
 
     monkeypatch.setattr(rejection, "row_uniforms", shared)
-    assert min(p_values(simulate(CASES[name], NUM_QUICK), CASES[name].expected)) < ALPHA
+    assert min(p_values(simulate(CASES[name], NUM_QUICK, TorchSampling()), CASES[name].expected)) < ALPHA

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sampling.helpers import TableDrafter, make_state, verify_rows
+from tests.sampling.helpers import TableDrafter, make_state, sample, verify_rows
 from torch import Tensor
 
 from outrider.sampling.processors import Distribution, process
 from outrider.sampling.proposal import Proposal, propose
 from outrider.sampling.random import Role, uniforms
 from outrider.sampling.rejection import Accepted, accept
-from outrider.sampling.sampler import draw, sample
+from outrider.sampling.sampler import draw
 from outrider.sampling.state import LogitRow
 
 VOCAB, GAMMA = 12, 4

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sampling.helpers import chi_square_p, make_state, verify_rows
+from tests.sampling.helpers import chi_square_p, make_state, sample, verify_rows
 
 from outrider.sampling.processors import process
 from outrider.sampling.random import Role
-from outrider.sampling.sampler import compute_logprobs, draw, row_uniforms, sample
+from outrider.sampling.sampler import compute_logprobs, draw, row_uniforms
 
 ALMOST_ONE = 1 - 2.0**-53
 

@@ -17,6 +17,7 @@ from outrider.models.model_config import from_hf
 from outrider.runner.batch_builder import BatchBuilder
 from outrider.runner.graph_runner import EagerRunner
 from outrider.runner.kv_memory import allocate_kv, plan_kv_memory
+from outrider.sampling.backend import TorchSampling
 from outrider.sampling.proposal import Proposal
 from outrider.sampling.state import LogitRow, SequenceState
 from outrider.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ def make_proposer(path: Path, target: ReferenceTarget, gamma: int) -> DSparkProp
         kv_caches=allocate_kv(drafter.config.decoder, layout, dtype="float32", device=CPU),
         builder=BatchBuilder(rank=0, kv_block_size=16, max_model_len=NUM_BLOCKS * 16, mask_padded_tokens=False),
         graphs=EagerRunner(),
+        sampling=TorchSampling(),
     )
 
 

@@ -34,11 +34,10 @@ from outrider.outputs import EngineStats, RequestOutput
 from outrider.runner.batch_builder import BatchBuilder, PrefillRow, VerifyRow
 from outrider.runner.graph_runner import GraphRunner
 from outrider.runner.model_runner import ModelRunner, TargetOutput
-from outrider.sampling.processors import process
+from outrider.sampling.backend import SamplingBackend
 from outrider.sampling.proposal import Proposal
 from outrider.sampling.random import derive_seed
-from outrider.sampling.rejection import accept
-from outrider.sampling.sampler import RawLogprobs, compute_logprobs, sample
+from outrider.sampling.sampler import RawLogprobs, compute_logprobs
 from outrider.sampling.state import LogitRow
 from outrider.sampling_params import SamplingParams
 from outrider.scheduler.output import DecodeRow, PrefillChunk, SchedulerOutput
@@ -92,6 +91,7 @@ class EngineCore:
         runner: ModelRunner,
         proposer: Proposer,
         graphs: GraphRunner,
+        sampling: SamplingBackend,
         agreement: StepAgreement,
         expert_load: ExpertLoad,
         tokenizer: Tokenizer,
@@ -108,6 +108,7 @@ class EngineCore:
         self._runner = runner
         self._proposer = proposer
         self._graphs = graphs
+        self._sampling = sampling
         self.agreement = agreement
         self.plan: StepPlan | None = None  # of the latest step, for who compares ranks; None before the first
         self._expert_load = expert_load
@@ -216,7 +217,7 @@ class EngineCore:
         logit_rows = [
             LogitRow(s.state, (), s.request.num_prompt_tokens, s.request.num_prompt_tokens - 1) for s in sampling
         ]
-        tokens = sample(process(output.logits_KV, logit_rows), logit_rows).tolist() if sampling else []
+        tokens = self._sample(output, logit_rows)
         logprobs = self._logprobs(
             output, [(s, row, (token,)) for row, (s, token) in enumerate(zip(sampling, tokens, strict=True))]
         )
@@ -236,6 +237,18 @@ class EngineCore:
                 )
             )
         return emissions
+
+    def _sample(self, output: TargetOutput, rows: Seq[LogitRow]) -> list[int]:
+        """One token per row, without drafts: windows of one row."""
+        if not rows:
+            return []
+        accepted = self._sampling.accept(
+            logits_NV=output.logits_KV,
+            rows=rows,
+            proposal=Proposal.one_hot([()] * len(rows)),
+            widths=[1] * len(rows),
+        )
+        return [token_id for result in accepted for token_id in result.token_ids]
 
     def _draft(self, plan: StepPlan, decodes: Seq[DecodeRow]) -> Proposal:
         requests = []
@@ -284,8 +297,8 @@ class EngineCore:
             return []
         logit_rows = [row for window in windows for row in window.rows]
         widths = [1 + len(window.drafts) for window in windows]
-        accepted = accept(
-            dist=process(verified.logits_KV, logit_rows), rows=logit_rows, proposal=proposal, widths=widths
+        accepted = self._sampling.accept(
+            logits_NV=verified.logits_KV, rows=logit_rows, proposal=proposal, widths=widths
         )
         starts = [0, *accumulate(widths)][:-1]
         logprobs = self._logprobs(
@@ -334,10 +347,11 @@ class EngineCore:
             if emission.num_offered >= 0:
                 kept_rows += range(emission.first_row, emission.first_row + num_kept)
         if verified is not None:
+            kept = _index(kept_rows)
             self._proposer.write_context(
-                taps_NF=verified.taps_NF[kept_rows],
-                positions_N=verified.positions_N[kept_rows],
-                slots_N=verified.slots_N[kept_rows],
+                taps_NF=verified.taps_NF[kept],
+                positions_N=verified.positions_N[kept],
+                slots_N=verified.slots_N[kept],
             )
         for emission, num_kept in commits:
             self._commit_one(emission, num_kept, changed)
@@ -451,3 +465,12 @@ class EngineCore:
             expert_load=self._expert_load.snapshot(),
             expert_parallel_size=self._expert_load.expert_parallel_size,
         )
+
+
+def _index(rows: Seq[int]) -> slice | torch.Tensor:
+    """Of ascending rows: a slice where they follow one another, as those of one request do; it copies nothing."""
+    if not rows:
+        return slice(0)
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows)

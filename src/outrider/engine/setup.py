@@ -24,6 +24,7 @@ from outrider.engine.quantization import (
     default_kv_dtype,
     ready_drafter,
     ready_target,
+    required_kernels,
     resolve_quantization,
 )
 from outrider.engine.self_test import run_self_test
@@ -49,6 +50,8 @@ from outrider.runner.cuda_graph_runner import CudaGraphRunner
 from outrider.runner.graph_runner import EagerRunner, GraphRunner, StaticRunner
 from outrider.runner.kv_memory import KVLayout, allocate_kv, kv_bytes_per_token, plan_kv_memory
 from outrider.runner.model_runner import ModelRunner
+from outrider.sampling.backend import SamplingBackend, TorchSampling
+from outrider.sampling.compiled import CompiledSampling
 from outrider.scheduler.scheduler import Scheduler, SchedulerConfig
 from outrider.spec_decode.dspark_proposer import DSparkProposer
 from outrider.spec_decode.proposer import NoProposer, PromptLookupProposer, Proposer
@@ -208,9 +211,14 @@ def build_engine(
         pin_memory=device.type == "cuda",
     )
     graphs = _new_graph_runner(config, device)
+    sampling: SamplingBackend = (
+        TorchSampling() if config.quantization == "none" else CompiledSampling(required_kernels())
+    )
     logger.info(resolved.layout.describe())
     keeps_packed = target is None  # weights that somebody changed in memory are not those of the files
-    proposer, drafters = _build_proposer(resolved, ready, builder, graphs, device, parallel, keeps_packed=keeps_packed)
+    proposer, drafters = _build_proposer(
+        resolved, ready, builder, graphs, sampling, device, parallel, keeps_packed=keeps_packed
+    )
     runner = ModelRunner(
         target=ready.model,
         kv_caches=allocate_kv(
@@ -240,6 +248,7 @@ def build_engine(
             runner=runner,
             proposer=proposer,
             graphs=graphs,
+            sampling=sampling,
             agreement=StepAgreement(parallel.attn_dp),
             expert_load=ExpertLoad(models),
             tokenizer=ready.tokenizer,
@@ -272,6 +281,7 @@ def _build_proposer(
     target: Target,
     builder: BatchBuilder,
     graphs: GraphRunner,
+    sampling: SamplingBackend,
     device: torch.device,
     parallel: ParallelState,
     *,
@@ -307,6 +317,7 @@ def _build_proposer(
         kv_caches=kv_caches,
         builder=builder,
         graphs=graphs,
+        sampling=sampling,
     )
     return proposer, (drafter,)
 

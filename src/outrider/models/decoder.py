@@ -150,3 +150,6 @@ class Decoder(nn.Module):
         """fp32 [K, V]."""
         logits_KV: Tensor = self.lm_head(hidden_KD)
         return logits_KV
+
+    def finite_rows(self, logits_KV: Tensor) -> tuple[bool, ...]:
+        return tuple(logits_KV.sum(dim=-1).isfinite().tolist())

@@ -37,6 +37,7 @@ from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import RotaryEmbedding, RotaryPhase
 from outrider.models.decoder import DecoderLayer
+from outrider.ops.compiled_head import CompiledHead
 from outrider.parallel.communicator import SingleRankCommunicator
 from outrider.parallel.state import SINGLE_RANK, ParallelState
 
@@ -90,6 +91,7 @@ class DSparkDrafter(nn.Module):
     draft_to_target_V: Tensor  # int64 [Vd]
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
+    compiled_head: CompiledHead | None = None  # its modules walk
 
     def __init__(
         self,

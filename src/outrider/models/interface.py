@@ -48,6 +48,10 @@ class TargetModel(Protocol):
         """fp32 [K, V]."""
         ...
 
+    def finite_rows(self, logits_KV: Tensor) -> tuple[bool, ...]:
+        """Of each row of logits, whether all of it is finite."""
+        ...
+
 
 class DrafterModel(Protocol):
     """The drafter's three calls of a round, plus the sequential head (see models/dspark.py)."""

@@ -100,3 +100,6 @@ class NativeDecoder(nn.Module):
     def compute_logits(self, hidden_KD: Tensor) -> Tensor:
         """fp32 [K, V]."""
         return self._head.linear(self._kernels, hidden_KD)
+
+    def finite_rows(self, logits_KV: Tensor) -> tuple[bool, ...]:
+        return self._kernels.finite_rows(logits_KV)

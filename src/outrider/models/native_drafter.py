@@ -25,6 +25,7 @@ from outrider.models.decoder import DecoderLayer
 from outrider.models.dspark import ConfidenceHead, DSparkDrafter, MarkovHead
 from outrider.models.native_stack import NativeStack, pack_layers, padded_vector
 from outrider.models.packed_weights import PackedWeights
+from outrider.ops.compiled_head import CompiledHead, MarkovTable
 from outrider.ops.native_kernels import ContextStruct, Kernels, address
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat
 
@@ -71,6 +72,27 @@ class NativeDrafter(nn.Module):
         self._context_norm = address(weights.tensors["hidden_norm"], torch.float32)
         self._lm_head = weights.matrices["lm_head"]
         self._markov = weights.matrices["markov_w2"] if config.markov_rank else None
+        self.compiled_head = self._compiled_head()
+
+    def _compiled_head(self) -> CompiledHead | None:
+        """None for heads whose features are more than a table."""
+        markov = None
+        if self.markov_head is not None and self._markov is not None:
+            if self.markov_head.head_type != "vanilla":
+                return None
+            markov = MarkovTable(features_Vr=self.markov_head.markov_w1.weight.data, bias=self._markov)
+        confidence_X = None
+        if self.confidence_head is not None:
+            weight, bias = self.confidence_head.proj.weight.data, self.confidence_head.proj.bias
+            assert bias is not None
+            confidence_X = torch.cat((weight[0].float(), bias.data.float()))
+        identity = torch.equal(self.draft_to_target_V, torch.arange(self.config.draft_vocab_size))
+        return CompiledHead(
+            vocab_size=self.config.decoder.vocab_size,
+            markov=markov,
+            confidence_X=confidence_X,
+            draft_to_target_V=None if identity else self.draft_to_target_V,
+        )
 
     @classmethod
     def of(cls, kernels: Kernels, drafter: DSparkDrafter) -> NativeDrafter:
@@ -96,7 +118,6 @@ class NativeDrafter(nn.Module):
         if rows == 0:
             return
         tables = self._stack.rotary
-        tables.cover(int(positions_N.max()) + 1)
         caches, kv_is_bf16 = self._stack.caches(kv_caches)
         taps_NF, positions_N, slots_N = (
             taps_NF.float().contiguous(),
@@ -117,7 +138,9 @@ class NativeDrafter(nn.Module):
             kv_is_bf16=kv_is_bf16,
             num_positions=tables.cos_PE.shape[0],
         )
-        self._kernels.write_context(self._stack.struct, arguments)
+        if not self._kernels.write_context(self._stack.struct, arguments):
+            tables.cover(int(positions_N.max()) + 1)
+            self.write_context(taps_NF, positions_N, kv_caches, slots_N)
 
     def forward(
         self,
@@ -131,23 +154,21 @@ class NativeDrafter(nn.Module):
         width, hidden = self.config.block_width, self.config.decoder.hidden_size
         assert metadata.block_width == width, f"metadata is for blocks of {metadata.block_width} rows, not {width}"
         requests = anchor_ids_R.shape[0]
-        block_ids_RW = anchor_ids_R.new_full((requests, width), self.config.mask_token_id)
-        block_ids_RW[:, 0] = anchor_ids_R
-        positions_RW = anchor_positions_R[:, None] + torch.arange(width)
-        starts_R1 = torch.arange(0, (requests + 1) * width, width, dtype=torch.int32)
         hidden_RWD = torch.empty(requests, width, hidden)
         self._stack.run_pass(
             self.embed_tokens.weight,
-            block_ids_RW,
-            positions_RW,
+            anchor_ids_R,
+            anchor_positions_R,
             kv_caches,
-            starts_R1=starts_R1,
+            starts_R1=None,
             lengths_R=metadata.context_lens_R,
             block_tables_RB=metadata.block_tables_RB,
             kv_block_size=metadata.kv_block_size,
             slots_N=None,
             max_position=metadata.max_context_len + width,
             hidden=hidden_RWD,
+            block_width=width,
+            mask_token_id=self.config.mask_token_id,
         )
         return hidden_RWD
 

@@ -10,6 +10,7 @@ Shape legend: N rows, E half a head's dimension, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int32
 
 import torch
 import torch.nn.functional as F
@@ -187,7 +188,7 @@ class NativeStack:
         positions: Tensor,
         kv_caches: Sequence[LayerKV],
         *,
-        starts_R1: Tensor,
+        starts_R1: Tensor | None,
         lengths_R: Tensor,
         block_tables_RB: Tensor,
         kv_block_size: int,
@@ -196,16 +197,20 @@ class NativeStack:
         hidden: Tensor,
         tap_layer_ids: tuple[int, ...] = (),
         taps_NF: Tensor | None = None,
+        block_width: int = 0,
+        mask_token_id: int = 0,
     ) -> None:
         """All layers and the final norm over the rows of ``token_ids``, into ``hidden`` and ``taps_NF``, fp32.
 
-        ``slots_N``: where causal rows' keys and values go; None: blocks, whose rows see one another and enter no pool.
-        ``max_position``: no row stands there or beyond.
+        ``slots_N``: where causal rows' keys and values go. With a ``block_width`` there are none, and no ``starts_R1``:
+        token ids and positions are the anchors', each followed by mask tokens; a block's rows see one another and enter
+        no pool. ``max_position``: no row stands there or beyond.
         """
+        assert (block_width > 0) == (slots_N is None) == (starts_R1 is None), "either blocks or causal rows"
         self.rotary.cover(max_position)
         caches, kv_is_bf16 = self.caches(kv_caches)
         in_bf16 = embedding_VD.dtype == torch.bfloat16
-        tap_layers = torch.tensor(tap_layer_ids, dtype=torch.int32)
+        tap_layers = (c_int32 * len(tap_layer_ids))(*tap_layer_ids)
         arguments = PassStruct(
             embedding=None if in_bf16 else address(embedding_VD, torch.float32),
             embedding_bf16=address(embedding_VD, torch.bfloat16) if in_bf16 else None,
@@ -215,13 +220,13 @@ class NativeStack:
             sin=address(self.rotary.sin_PE, torch.float32),
             caches=caches,
             slots=None if slots_N is None else address(slots_N, torch.int64),
-            starts=address(starts_R1, torch.int32),
+            starts=None if starts_R1 is None else address(starts_R1, torch.int32),
             lengths=address(lengths_R, torch.int32),
             tables=address(block_tables_RB, torch.int32),
-            tap_layers=address(tap_layers, torch.int32),
+            tap_layers=tap_layers,
             taps=None if taps_NF is None else address(taps_NF, torch.float32),
             hidden=address(hidden, torch.float32),
-            rows=token_ids.numel(),
+            rows=token_ids.numel() * max(block_width, 1),
             requests=lengths_R.shape[0],
             table_width=block_tables_RB.shape[1],
             block_size=kv_block_size,
@@ -229,6 +234,8 @@ class NativeStack:
             kv_is_bf16=kv_is_bf16,
             vocab_size=embedding_VD.shape[0],
             num_positions=self.rotary.cos_PE.shape[0],
+            block_width=block_width,
+            mask_id=mask_token_id,
         )
         self.kernels.run_pass(self.struct, arguments)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ _FOLDER = Path(__file__).parent / "native"
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-Wno-psabi", "-fvisibility=hidden")
 
 
-STAGES = ("norm", "qkv", "rotary", "attention", "output", "gate_up", "down", "linear")  # as the C enum Stage
+# As the C enum Stage.
+STAGES = ("norm", "qkv", "rotary", "attention", "output", "gate_up", "down", "linear", "sampling")
 
 
 class MatrixStruct(ctypes.Structure):
@@ -66,10 +67,12 @@ class PassStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("embedding", "embedding_bf16", "token_ids", "positions", "cos", "sin")),
         ("caches", ctypes.POINTER(CacheStruct)),
-        *((name, c_void_p) for name in ("slots", "starts", "lengths", "tables", "tap_layers", "taps", "hidden")),
+        *((name, c_void_p) for name in ("slots", "starts", "lengths", "tables")),
+        ("tap_layers", ctypes.POINTER(c_int32)),
+        ("taps", c_void_p),
+        ("hidden", c_void_p),
         *((name, c_int32) for name in ("rows", "requests", "table_width", "block_size", "num_taps", "kv_is_bf16")),
-        ("vocab_size", c_int32),
-        ("num_positions", c_int32),
+        *((name, c_int32) for name in ("vocab_size", "num_positions", "block_width", "mask_id")),
     )
 
 
@@ -80,6 +83,49 @@ class ContextStruct(ctypes.Structure):
         ("caches", ctypes.POINTER(CacheStruct)),
         ("slots", c_void_p),
         *((name, c_int32) for name in ("rows", "taps_width", "kv_is_bf16", "num_positions")),
+    )
+
+
+class SampledStruct(ctypes.Structure):
+    """How a request samples in one round; the C struct says more."""
+
+    _fields_ = (
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("anchor", c_int64),
+        ("top_p", c_double),
+        ("log_min_p", c_double),
+        ("temperature", c_float),
+        ("top_k", c_int32),
+    )
+
+
+class WalkStruct(ctypes.Structure):
+    _fields_ = (
+        ("bias", ctypes.POINTER(MatrixStruct)),
+        *((name, c_void_p) for name in ("features", "features_bf16", "base", "hidden", "confidence", "anchors")),
+        ("sampled", ctypes.POINTER(SampledStruct)),
+        ("draft_to_target", c_void_p),
+        ("ids", ctypes.POINTER(c_int64)),
+        ("q", c_void_p),
+        ("confidences", c_void_p),
+        *((name, c_int32) for name in ("requests", "slots", "depth", "draft_vocab", "vocab", "rank", "hidden_size")),
+        *((name, c_int32) for name in ("hidden_stride", "confidence_size", "keeps_q")),
+    )
+
+
+class VerificationStruct(ctypes.Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("starts", ctypes.POINTER(c_int32)),
+        ("drafts", ctypes.POINTER(c_int64)),
+        ("sampled", ctypes.POINTER(SampledStruct)),
+        ("q", ctypes.POINTER(c_void_p)),
+        ("draft_to_target", c_void_p),
+        ("column_of_id", c_void_p),
+        ("accepted", ctypes.POINTER(c_int32)),
+        ("last", ctypes.POINTER(c_int64)),
+        *((name, c_int32) for name in ("requests", "vocab", "draft_vocab", "mapped_ids")),
     )
 
 
@@ -102,6 +148,9 @@ class Kernels:
         library.outrider_linear.argtypes = (ctypes.POINTER(MatrixStruct), c_void_p, c_int, c_int, c_void_p, c_int)
         library.outrider_pass.argtypes = (ctypes.POINTER(DecoderStruct), ctypes.POINTER(PassStruct))
         library.outrider_write_context.argtypes = (ctypes.POINTER(DecoderStruct), ctypes.POINTER(ContextStruct))
+        library.outrider_finite_rows.argtypes = (c_void_p, c_int, c_int, ctypes.POINTER(c_int32))
+        library.outrider_walk.argtypes = (ctypes.POINTER(WalkStruct),)
+        library.outrider_verify.argtypes = (ctypes.POINTER(VerificationStruct),)
         library.outrider_set_threads(threads)
         self._library = library
         self.threads = threads
@@ -137,7 +186,7 @@ class Kernels:
         return out_NO
 
     def stage_seconds(self) -> dict[str, float]:
-        """Time by stage since the last call; "linear" is every call of ``linear``."""
+        """Time by stage since the last call; "linear" is every call of ``linear`` and the bias of a walk."""
         seconds = (c_double * len(STAGES))()
         self._library.outrider_stage_seconds(seconds)
         return dict(zip(STAGES, seconds, strict=True))
@@ -154,8 +203,25 @@ class Kernels:
     def run_pass(self, decoder: DecoderStruct, arguments: PassStruct) -> None:
         _check(self._library.outrider_pass(ctypes.byref(decoder), ctypes.byref(arguments)))
 
-    def write_context(self, decoder: DecoderStruct, arguments: ContextStruct) -> None:
-        _check(self._library.outrider_write_context(ctypes.byref(decoder), ctypes.byref(arguments)))
+    def write_context(self, decoder: DecoderStruct, arguments: ContextStruct) -> bool:
+        """False: a position lies beyond the rotary tables, and nothing was written."""
+        fault: int = self._library.outrider_write_context(ctypes.byref(decoder), ctypes.byref(arguments))
+        return fault == 0
+
+    def finite_rows(self, x_NI: Tensor) -> tuple[bool, ...]:
+        """Of each fp32 row, whether all of it is finite."""
+        rows, size = x_NI.shape
+        finite = (c_int32 * rows)()
+        self._library.outrider_finite_rows(address(x_NI, torch.float32), rows, size, finite)
+        return tuple(map(bool, finite))
+
+    def walk(self, arguments: WalkStruct) -> None:
+        """Draft through a block: fills ids, q and confidences."""
+        _check(self._library.outrider_walk(ctypes.byref(arguments)))
+
+    def verify(self, arguments: VerificationStruct) -> None:
+        """Fills what each request accepts, and the token behind."""
+        _check(self._library.outrider_verify(ctypes.byref(arguments)))
 
 
 def _check(fault: int) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.batch.attention_metadata import BlockMetadata, CausalMetadata
@@ -73,6 +74,7 @@ class BatchBuilder:
         ends = list(accumulate(lengths))
         token_ids, positions, metadata = self._causal(plan, rows, tokens)
         experts = self._experts(plan, tokens)
+        (logit_rows,) = self._int64([end - 1 for end, row in zip(ends, rows, strict=True) if row.samples])
         return PrefillBatch(
             plan=plan,
             rank=self._rank,
@@ -83,7 +85,7 @@ class BatchBuilder:
             positions_N=positions,
             metadata=metadata,
             experts=experts,
-            logit_rows_K=self._int64([end - 1 for end, row in zip(ends, rows, strict=True) if row.samples]),
+            logit_rows_K=logit_rows,
         )
 
     def draft(self, plan: PassPlan, rows: Sequence[DraftRow]) -> DraftBatch:
@@ -93,6 +95,9 @@ class BatchBuilder:
         fill = [0] * (padded - len(rows))
         context_lens = [row.anchor_position for row in rows] + fill
         tokens = requests.tokens(width=plan.width)
+        anchor_ids, anchor_positions = self._int64([row.anchor_id for row in rows] + fill, context_lens)
+        tables, width = self._block_tables([row.block_ids for row in rows], context_lens, padded, static=in_tier)
+        lens, tables_X = self._int32(context_lens, tables)
         experts = self._experts(plan, tokens)
         return DraftBatch(
             plan=plan,
@@ -100,13 +105,11 @@ class BatchBuilder:
             requests=requests,
             tokens=tokens,
             num_tokens_non_padded=experts.num_tokens_non_padded,
-            anchor_ids_R=self._int64([row.anchor_id for row in rows] + fill),
-            anchor_positions_R=self._int64(context_lens),
+            anchor_ids_R=anchor_ids,
+            anchor_positions_R=anchor_positions,
             metadata=BlockMetadata(
-                context_lens_R=self._int32(context_lens),
-                block_tables_RB=self._block_tables(
-                    [row.block_ids for row in rows], context_lens, padded, static=in_tier
-                ),
+                context_lens_R=lens,
+                block_tables_RB=tables_X.view(padded, width),
                 kv_block_size=self._kv_block_size,
                 block_width=plan.width,
                 max_context_len=self._max_model_len if in_tier else max(context_lens, default=0),
@@ -157,48 +160,57 @@ class BatchBuilder:
         lengths = [len(row.token_ids) for row in rows]
         seq_lens = [row.start + len(row.token_ids) for row in rows] + [0] * fill_requests
         starts = [0, *accumulate(lengths)]
+        token_ids_N, positions_N, slots_N = self._int64(
+            token_ids + [0] * fill_rows, positions + [0] * fill_rows, slots + [-1] * fill_rows
+        )
+        tables, width = self._block_tables([row.block_ids for row in rows], seq_lens, padded_requests, static=in_tier)
+        starts_R1, seq_lens_R, tables_X = self._int32(starts + [starts[-1]] * fill_requests, seq_lens, tables)
         metadata = CausalMetadata(
-            query_start_loc_R1=self._int32(starts + [starts[-1]] * fill_requests),
-            seq_lens_R=self._int32(seq_lens),
-            block_tables_RB=self._block_tables(
-                [row.block_ids for row in rows], seq_lens, padded_requests, static=in_tier
-            ),
-            slot_mapping_N=self._int64(slots + [-1] * fill_rows),
+            query_start_loc_R1=starts_R1,
+            seq_lens_R=seq_lens_R,
+            block_tables_RB=tables_X.view(padded_requests, width),
+            slot_mapping_N=slots_N,
             kv_block_size=size,
             max_query_len=plan.width if in_tier else max(lengths, default=0),
             max_seq_len=self._max_model_len if in_tier else max(seq_lens, default=0),
         )
-        return self._int64(token_ids + [0] * fill_rows), self._int64(positions + [0] * fill_rows), metadata
+        return token_ids_N, positions_N, metadata
 
     def _block_tables(
         self, tables: Sequence[Sequence[int]], lengths: Sequence[int], padded: int, *, static: bool
-    ) -> Tensor:
-        """int32 [R, B]: of each request the blocks its length reaches, then zeros."""
+    ) -> tuple[list[int], int]:
+        """[R, B] row by row, and B: of each request the blocks its length reaches, then zeros."""
         longest = max(lengths, default=0)
         assert longest <= self._max_model_len, f"{longest} positions exceed max_model_len={self._max_model_len}"
-        used = [-(-length // self._kv_block_size) for length in lengths]
-        width = max(used, default=0)
-        filled = [list(table[:n]) + [0] * (width - n) for table, n in zip(tables, used, strict=False)]
-        filled += [[0] * width] * (padded - len(filled))
-        tables_RB = torch.tensor(filled, dtype=torch.int32).view(padded, width)
-        if static:
-            tables_RB = F.pad(tables_RB, (0, -(-self._max_model_len // self._kv_block_size) - width))
-        return self._on_host(tables_RB)
+        width = -(-(self._max_model_len if static else longest) // self._kv_block_size)
+        filled: list[int] = []
+        for table, length in zip(tables, lengths, strict=False):
+            used = -(-length // self._kv_block_size)
+            filled += table[:used]
+            filled += [0] * (width - used)
+        filled += [0] * (width * (padded - len(tables)))
+        return filled, width
 
     def _experts(self, plan: PassPlan, tokens: TokenCount) -> ExpertMetadata:
         return ExpertMetadata(
             dp_rank=self._rank,
             padded_tokens=tuple(count.value for count in plan.padded_tokens),
-            num_tokens_non_padded=self._int32([tokens.value]),
+            num_tokens_non_padded=self._on_host(torch.tensor([tokens.value], dtype=torch.int32)),
             mask_padded_tokens=self._mask_padded_tokens,
             captured=plan.padding_mode is PaddingMode.TIER,
         )
 
-    def _int32(self, values: Sequence[int]) -> Tensor:
-        return self._on_host(torch.tensor(values, dtype=torch.int32))
+    def _int32(self, *parts: Sequence[int]) -> tuple[Tensor, ...]:
+        return self._split(parts, np.int32)
 
-    def _int64(self, values: Sequence[int]) -> Tensor:
-        return self._on_host(torch.tensor(values, dtype=torch.int64))
+    def _int64(self, *parts: Sequence[int]) -> tuple[Tensor, ...]:
+        return self._split(parts, np.int64)
+
+    def _split(self, parts: Sequence[Sequence[int]], dtype: type[np.integer[Any]]) -> tuple[Tensor, ...]:
+        """A tensor of each part: pieces of one, since making one takes longer than all that is in it."""
+        values = [value for part in parts for value in part]
+        whole = self._on_host(torch.from_numpy(np.array(values, dtype=dtype)))
+        return whole.split_with_sizes([len(part) for part in parts])
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._pin_memory else tensor

@@ -43,8 +43,7 @@ def process(logits_NV: Tensor, rows: Sequence[LogitRow], *, column_of_id: Tensor
     ``column_of_id`` int64 maps token id to column, -1 where there is none; None: columns are token ids.
     """
     assert len(rows) == logits_NV.shape[0], f"{len(rows)} rows for logits of shape {tuple(logits_NV.shape)}"
-    if any(row.state.edits_logits for row in rows):
-        logits_NV = _edited(logits_NV, rows, column_of_id)
+    logits_NV = edit(logits_NV, rows, column_of_id=column_of_id)
     num_columns, device = logits_NV.shape[1], logits_NV.device
     greedy = [row.state.is_greedy for row in rows]
     greedy_N = torch.tensor(greedy, dtype=torch.bool)
@@ -58,6 +57,21 @@ def process(logits_NV: Tensor, rows: Sequence[LogitRow], *, column_of_id: Tensor
     probs_NV = torch.zeros_like(logits_NV)
     probs_NV[~is_greedy_N] = _probs(logits_NV[~is_greedy_N], [row.state for row in rows if not row.state.is_greedy])
     return Distribution(greedy_N, argmax_N, probs_NV)
+
+
+def edit(logits_NV: Tensor, rows: Sequence[LogitRow], *, column_of_id: Tensor | None = None) -> Tensor:
+    """A copy with min_tokens bans, logit_bias and penalties applied, or the logits themselves where no row has any."""
+    if not any(row.state.edits_logits for row in rows):
+        return logits_NV
+    out_NV = logits_NV.clone()
+    start = 0
+    for _, group in groupby(rows, key=lambda row: id(row.state)):  # rows of a request are neighbours
+        group_rows = list(group)
+        stop = start + len(group_rows)
+        if group_rows[0].state.edits_logits:
+            _edit_sequence(out_NV[start:stop], group_rows, column_of_id)
+        start = stop
+    return out_NV
 
 
 def _argmax(logits_NV: Tensor) -> Tensor:
@@ -80,19 +94,6 @@ def _probs(logits_NV: Tensor, states: Sequence[SequenceState]) -> Tensor:
         index = torch.tensor(filtered, device=logits_NV.device)
         probs_NV[index] = filter_probs(logits_NV[index], [states[i].params for i in filtered])
     return probs_NV
-
-
-def _edited(logits_NV: Tensor, rows: Sequence[LogitRow], column_of_id: Tensor | None) -> Tensor:
-    """A copy with min_tokens bans, logit_bias and penalties applied."""
-    out_NV = logits_NV.clone()
-    start = 0
-    for _, group in groupby(rows, key=lambda row: id(row.state)):  # rows of a request are neighbours
-        group_rows = list(group)
-        stop = start + len(group_rows)
-        if group_rows[0].state.edits_logits:
-            _edit_sequence(out_NV[start:stop], group_rows, column_of_id)
-        start = stop
-    return out_NV
 
 
 def _edit_sequence(block_JV: Tensor, rows: Sequence[LogitRow], column_of_id: Tensor | None) -> None:

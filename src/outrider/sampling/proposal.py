@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.ops.compiled_head import CompiledHead
 from outrider.sampling.processors import process
 from outrider.sampling.random import Role, uniforms
 from outrider.sampling.sampler import sample_at
@@ -28,6 +29,11 @@ class SequentialHead(Protocol):
     @property
     def draft_to_target_V(self) -> Tensor:  # noqa: N802  (a shape suffix)
         """int64 [Vd]: the target's id of each draft id."""
+        ...
+
+    @property
+    def compiled_head(self) -> CompiledHead | None:
+        """What a compiled walk reads in place of the methods below; None: there is no such form of this head."""
         ...
 
     def markov_state(self, num_requests: int) -> Tensor: ...

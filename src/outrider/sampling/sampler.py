@@ -41,16 +41,8 @@ class RawLogprobs:
     top: tuple[RankedLogprob, ...]  # most likely first; may repeat the token itself
 
 
-def sample(dist: Distribution, rows: Sequence[LogitRow], role: Role = Role.TARGET) -> Tensor:
-    """One token per row, int64 [N]: the argmax of greedy rows, a draw of the others."""
-    if dist.probs_NV.shape[0] == 0:
-        return dist.argmax_N
-    uniform_N = row_uniforms(rows, role)
-    return sample_at(dist, uniform_N)
-
-
 def sample_at(dist: Distribution, uniform_N: Tensor) -> Tensor:
-    """``sample`` with the uniform numbers given."""
+    """One token per row, int64 [N]: the argmax of greedy rows, a draw of the others at their uniform numbers."""
     if dist.probs_NV.shape[0] == 0:
         return dist.argmax_N
     sampled = ~dist.greedy_N

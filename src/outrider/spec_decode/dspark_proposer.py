@@ -23,7 +23,9 @@ from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_drafter import NativeDrafter
 from outrider.runner.batch_builder import BatchBuilder, DraftRow
 from outrider.runner.graph_runner import GraphKey, GraphRunner
-from outrider.sampling.proposal import Proposal, propose
+from outrider.runner.model_runner import first_rows
+from outrider.sampling.backend import SamplingBackend
+from outrider.sampling.proposal import Proposal
 from outrider.spec_decode.proposer import DraftRequest
 
 
@@ -37,6 +39,7 @@ class DSparkProposer:
         kv_caches: Sequence[LayerKV],
         builder: BatchBuilder,
         graphs: GraphRunner,
+        sampling: SamplingBackend,
     ) -> None:
         assert 1 <= num_speculative_tokens <= config.num_speculative_tokens
         self.num_speculative_tokens = num_speculative_tokens
@@ -47,6 +50,7 @@ class DSparkProposer:
         self._kv_caches = kv_caches
         self._builder = builder
         self._graphs = graphs
+        self._sampling = sampling
 
     @torch.inference_mode()
     def capture(self, plan: PassPlan) -> None:
@@ -69,13 +73,15 @@ class DSparkProposer:
         if not requests:
             return Proposal.one_hot([])
         first = 0 if self._config.sample_from_anchor else 1  # slot 0 predicts nothing in the other convention
-        used_RGD = hidden_RGD[: len(requests), first : first + self.num_speculative_tokens]
-        base_logits = self._drafter.compute_base_logits(used_RGD.reshape(-1, used_RGD.shape[-1]))
-        return propose(
+        used_RGD = first_rows(hidden_RGD, len(requests))
+        if used_RGD.shape[1] != self.num_speculative_tokens:
+            used_RGD = used_RGD[:, first : first + self.num_speculative_tokens]
+        base_logits = self._drafter.compute_base_logits(used_RGD.flatten(0, 1))
+        return self._sampling.propose(
             drafter=self._drafter,
             base_logits_RGV=base_logits.view(*used_RGD.shape[:2], -1),
             hidden_RGD=used_RGD,
-            anchor_ids_R=batch.anchor_ids_R[: len(requests)].to(hidden_RGD.device, non_blocking=True),
+            anchor_ids_R=first_rows(batch.anchor_ids_R, len(requests)).to(hidden_RGD.device, non_blocking=True),
             rows=[r.row for r in requests],
             num_drafts_R=[r.num_drafts for r in requests],
             confidence=self._config.enable_confidence_head,

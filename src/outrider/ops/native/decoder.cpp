@@ -13,6 +13,8 @@
 #include "attention.h"
 #include "pack.h"
 #include "product.h"
+#include "sampling.h"
+#include "walk.h"
 
 using namespace outrider;
 
@@ -38,12 +40,12 @@ struct Cache {  // one layer's pool [S, Hkv, E], fp32 or bf16
 struct Pass {
   const float* embedding;           // fp32 [V, D], or
   const uint16_t* embedding_bf16;   // bf16
-  const int64_t* token_ids;         // [N]
-  const int64_t* positions;         // [N]
+  const int64_t* token_ids;         // [N]; blocks: each request's anchor, [R]
+  const int64_t* positions;         // [N]; blocks: the anchor's, [R]
   const float *cos, *sin;           // [positions, E / 2]
   const Cache* caches;              // [num_layers]
   const int64_t* slots;             // [N]; null: a drafter's block, whose keys and values never enter the pool
-  const int32_t* starts;            // [R + 1], each request's first row
+  const int32_t* starts;            // [R + 1], each request's first row; blocks: not read
   const int32_t* lengths;           // [R]: causal the positions of the last row and before; block the context's
   const int32_t* tables;            // [R, table_width]
   const int32_t* tap_layers;        // [num_taps]; -1 is the embedding
@@ -51,6 +53,7 @@ struct Pass {
   float* hidden;                    // [N, D], after the final norm; rows behind starts[R] are left alone
   int32_t rows, requests, table_width, block_size, num_taps, kv_is_bf16;
   int32_t vocab_size, num_positions;  // of the embedding and of the rotary tables
+  int32_t block_width, mask_id;       // blocks: the anchor, then mask tokens, at ascending positions; 0: causal rows
 };
 
 struct Context {
@@ -104,7 +107,7 @@ struct Split {
 };
 
 // What a pass spends its time on; ops/native_kernels.py names them in this order.
-enum Stage { NORM, QKV, ROTARY, ATTENTION, OUTPUT, GATE_UP, DOWN, LINEAR, STAGES };
+enum Stage { NORM, QKV, ROTARY, ATTENTION, OUTPUT, GATE_UP, DOWN, LINEAR, SAMPLING, STAGES };
 
 class Stopwatch {
  public:
@@ -129,6 +132,9 @@ struct Workspace {
   std::vector<Split> splits;
   int num_splits = 0;
   std::vector<float> partials;
+  std::vector<SamplingScratch> sampling;
+  std::vector<int64_t> block_ids, block_positions;
+  std::vector<int32_t> block_starts;
 };
 
 std::mutex pass_mutex;  // guards the three below
@@ -139,13 +145,32 @@ int wanted_threads = 1;
 Pool& current_pool() {
   if (!pool || !pool->of_this_process()) pool = new Pool(wanted_threads);
   space.clock.start();
-  if (space.scratch.size() < size_t(pool->threads())) space.scratch.resize(pool->threads());
+  if (space.scratch.size() < size_t(pool->threads())) {
+    space.scratch.resize(pool->threads());
+    space.sampling.resize(pool->threads());
+  }
   return *pool;
 }
 
 float* sized(std::vector<float>& buffer, size_t size) {
   if (buffer.size() < size) buffer.resize(size);
   return buffer.data();
+}
+
+// The rows of a drafter's blocks, which `p` then points to.
+void lay_out_blocks(Pass& p) {
+  space.block_ids.assign(size_t(p.requests) * p.block_width, p.mask_id);
+  space.block_positions.resize(space.block_ids.size());
+  space.block_starts.resize(p.requests + 1);
+  for (int r = 0; r <= p.requests; ++r) space.block_starts[r] = r * p.block_width;
+  for (int r = 0; r < p.requests; ++r) {
+    const int first = space.block_starts[r];
+    space.block_ids[first] = p.token_ids[r];
+    for (int i = 0; i < p.block_width; ++i) space.block_positions[first + i] = p.positions[r] + i;
+  }
+  p.token_ids = space.block_ids.data();
+  p.positions = space.block_positions.data();
+  p.starts = space.block_starts.data();
 }
 
 // fn(row) for every row, each row on one thread.
@@ -471,6 +496,12 @@ void outrider_linear(const Matrix* w, const float* x, int rows, int inputs, floa
   space.clock.mark(LINEAR);
 }
 
+// Of each row whether all of it is finite.
+void outrider_finite_rows(const float* x, int rows, int size, int32_t* finite) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  current_pool().run(rows, [&](int r, int) { finite[r] = all_finite(x + size_t(r) * size, size); });
+}
+
 // Seconds spent in each stage since the last call.
 void outrider_stage_seconds(double* seconds) {
   std::lock_guard<std::mutex> lock(pass_mutex);
@@ -517,9 +548,12 @@ void outrider_multiply(const Matrix* w, const float* x, int rounds) {
 }
 
 // 0, or what is wrong with the rows: 1 a token id, 2 a position. Nothing is written then.
-int outrider_pass(const Decoder* m, const Pass* p) {
+int outrider_pass(const Decoder* m, const Pass* given) {
   std::lock_guard<std::mutex> lock(pass_mutex);
   Pool& pool = current_pool();
+  Pass rows_given = *given;
+  if (given->block_width) lay_out_blocks(rows_given);
+  const Pass* p = &rows_given;
   const int rows = p->starts[p->requests];
   for (int r = 0; r < rows; ++r) {
     if (uint64_t(p->token_ids[r]) >= uint64_t(p->vocab_size)) return 1;
@@ -545,6 +579,43 @@ int outrider_write_context(const Decoder* m, const Context* c) {
     if (uint64_t(c->positions[r]) >= uint64_t(c->num_positions)) return 2;
   if (c->kv_is_bf16) store_context<bf16>(current_pool(), *m, *c);
   else store_context<float>(current_pool(), *m, *c);
+  return 0;
+}
+
+// 0, or 1 for an anchor beyond the vocabulary.
+int outrider_walk(const Walk* w) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  for (int r = 0; r < w->requests; ++r)
+    if (uint64_t(w->anchors[r]) >= uint64_t(w->vocab)) return 1;
+  Pool& pool = current_pool();
+  const Rows rows = space.input.resized(w->requests, w->rank);
+  float* features = sized(space.attention, size_t(w->requests) * rows.groups * GROUP);
+  for (int slot = 0; slot < w->depth; ++slot) {
+    const size_t columns = w->draft_vocab;
+    float* logits = w->q + (w->keeps_q ? slot : 0) * w->requests * columns;
+    slot_logits(pool, *w, slot, rows, features, logits);
+    space.clock.mark(LINEAR);
+    pool.run(w->requests, [&](int r, int thread) {
+      draw_slot(*w, r, slot, logits + r * columns, space.sampling[thread]);
+    });
+    space.clock.mark(SAMPLING);
+  }
+  return 0;
+}
+
+// 0, or 1 for a draft beyond the vocabulary, or one that is not in the draft vocabulary.
+int outrider_verify(const Verification* v) {
+  std::lock_guard<std::mutex> lock(pass_mutex);
+  for (int r = 0; r < v->requests; ++r)
+    for (int row = v->starts[r]; row < v->starts[r + 1] - 1; ++row) {
+      const uint64_t id = v->drafts[row];
+      if (id >= uint64_t(v->vocab)) return 1;
+      if (v->q && (v->column_of_id ? id >= uint64_t(v->mapped_ids) || v->column_of_id[id] < 0
+                                   : id >= uint64_t(v->draft_vocab)))
+        return 1;
+    }
+  current_pool().run(v->requests, [&](int r, int thread) { verify(*v, r, space.sampling[thread]); });
+  space.clock.mark(SAMPLING);
   return 0;
 }
 }
