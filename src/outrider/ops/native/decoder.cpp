@@ -91,7 +91,7 @@ struct QuantisedRows {
 };
 
 struct Unit {
-  int request, row, rows, kv_head, first_seen;
+  int request, row, rows, kv_head, kv_heads, first_seen;
   int chunk, chunks;  // of positions
   int split;          // index of what this is a part of, or -1
 };
@@ -124,7 +124,7 @@ struct Workspace {
   Stopwatch clock;
   QuantisedRows input, inner;
   std::vector<float> residual, qkv, attention;
-  std::vector<Scratch> scratch;
+  std::vector<std::vector<Scratch>> scratch;  // of each thread, for each head
   std::vector<Unit> units;
   std::vector<Split> splits;
   int num_splits = 0;
@@ -238,17 +238,19 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
   });
 }
 
-// Units of a pass, cut along the positions where there would be too few to keep all threads busy alike.
+// Units of a pass, cut along the positions where there would be too few to keep all threads busy alike. Where there
+// are enough requests of few rows, a unit takes all heads, whose keys and values are neighbours in memory.
 void plan_units(const Decoder& m, const Pass& p, int threads, std::vector<Unit>& units) {
   units.clear();
   for (int r = 0; r < p.requests; ++r) {
     const int rows = p.starts[r + 1] - p.starts[r];
     const int first_seen = p.slots ? p.lengths[r] - rows + 1 : p.lengths[r] + rows;
+    const int heads = rows <= UNIT_ROWS && p.requests >= UNITS_PER_THREAD * threads ? m.kv_heads : 1;
     for (int row = 0; row < rows; row += UNIT_ROWS) {
       const int count = std::min(UNIT_ROWS, rows - row), first = first_seen + (p.slots ? row : 0);
       const int length = first + (p.slots ? count - 1 : 0);
-      for (int h = 0; h < m.kv_heads; ++h)
-        units.push_back({r, p.starts[r] + row, count, h, first, 0, (length + CHUNK - 1) / CHUNK, -1});
+      for (int h = 0; h < m.kv_heads; h += heads)
+        units.push_back({r, p.starts[r] + row, count, h, heads, first, 0, (length + CHUNK - 1) / CHUNK, -1});
     }
   }
   const int whole = int(units.size()), wanted = UNITS_PER_THREAD * threads;
@@ -300,10 +302,12 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
     const Queries q = {qkv + u.row * stride + u.kv_head * share * E, stride, u.rows, share, E, u.first_seen,
                        p.slots != nullptr, m.scale};
     float* to = out + u.row * out_stride + u.kv_head * share * E;
-    if (u.split < 0) return attend(kv, space.scratch[thread], q, to, out_stride);
+    std::vector<Scratch>& scratch = space.scratch[thread];
+    if (int(scratch.size()) < u.kv_heads) scratch.resize(u.kv_heads);
+    if (u.split < 0) return attend(kv, scratch.data(), q, u.kv_heads, to, out_stride);
     Split& split = space.splits[u.split];
     float* partials = space.partials.data() + split.partials;
-    attend_part(kv, space.scratch[thread], q, u.chunk, u.chunks, partials);
+    attend_part(kv, scratch[0], q, u.chunk, u.chunks, partials);
     if (split.parts_left->fetch_sub(1, std::memory_order_acq_rel) == 1) join(q, partials, to, out_stride);
   });
 }
