@@ -156,7 +156,7 @@ struct Partial {
 
 // A thread's scratch for the queries of one head of a unit, all[] of them padded to whole vectors.
 struct Scratch {
-  std::vector<float> rows;     // [CHUNK][width], copies of what cannot be read in place; zeros behind a head's dimension
+  std::vector<float> rows;     // [CHUNK][width], copies of what cannot be read in place, padded with zeros
   std::vector<float> key_t;    // [width][TILE]
   std::vector<float> query;    // [all][width], scaled
   std::vector<float> weights;  // [all][CHUNK], scores and then their exponentials
@@ -448,8 +448,8 @@ INLINE void write_out(const Queries& q, int i, const float* values, float mass, 
   for (int d = 0; d < q.dim; ++d) to[d] = values[d] * inverse;
 }
 
-// All chunks of `heads` heads, from that of `kv` and `q` on: chunk by chunk, since the heads of a position are neighbours
-// in memory. `scratch`: one for each head.
+// All chunks of `heads` heads, from that of `kv` and `q` on: chunk by chunk, since the heads of a position are
+// neighbours in memory. `scratch`: one for each head.
 template <class T>
 void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int heads, float* out, size_t out_stride) {
   const size_t width = padded(q.dim);

@@ -79,14 +79,14 @@ struct QuantisedRows {
 
   Rows resized(int rows, int inputs) {
     const int groups = grouped(inputs) / GROUP;
-    const size_t all = size_t(rows + BLOCK) * groups;  // blocks of products may reach behind the last row
+    const size_t all = size_t(rows + BESIDE - 1) / BESIDE * BESIDE * groups;
     if (scale.size() < all) {
       quants.resize(all * GROUP);
       scale.resize(all);
       scaled_sum.resize(all);
       start.resize(all);
     }
-    return Rows{quants.data(), scale.data(), scaled_sum.data(), start.data(), groups};
+    return Rows{quants.data(), scale.data(), scaled_sum.data(), start.data(), groups, rows == 1 ? 0 : BESIDE_SHIFT};
   }
 };
 
@@ -169,7 +169,7 @@ INLINE void norm_and_quantise(const float* x, const float* weight, int size, flo
   for (int g = 0; g < to.groups; ++g) {
     const float *a = x + g * GROUP, *w = weight + g * GROUP;
     quantise_group(load(a) * inverse * load(w), load(a + LANES) * inverse * load(w + LANES), to,
-                   size_t(row) * to.groups + g);
+                   to.at(row, g));
   }
 }
 
@@ -231,7 +231,7 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
           f32v half[2];
           for (int k = 0; k < 2; ++k)
             half[k] = silu(biased(w, 4 * u + 2 * k, sums[2 * k][r])) * biased(w, 4 * u + 2 * k + 1, sums[2 * k + 1][r]);
-          quantise_group(half[0], half[1], out, size_t(row + r) * out.groups + u);
+          quantise_group(half[0], half[1], out, out.at(row + r, u));
         }
       }
     }

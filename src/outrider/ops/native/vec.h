@@ -24,7 +24,8 @@ typedef float f32v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t bf16;
 
-INLINE f32v splat(float x) { return f32v{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }  // not 0 + x, which is an addition
+// Not 0 + x, which is an addition.
+INLINE f32v splat(float x) { return f32v{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE i32v splat(int32_t x) { return i32v{} + x; }
 INLINE f32v load(const float* p) { return *reinterpret_cast<const f32v*>(p); }
 INLINE void store(float* p, f32v x) { *reinterpret_cast<f32v*>(p) = x; }
