@@ -157,6 +157,7 @@ def test_long_contexts_are_cut_and_merged_to_the_same_bits(
 
 
 LARGE_HEADS: Mapping[str, Any] = {
+    "hidden_size": 96,
     "head_dim": 64,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
