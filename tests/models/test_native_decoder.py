@@ -20,7 +20,7 @@ from outrider.models.decoder import Decoder
 from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.native_stack import layer_format
-from outrider.ops.native_kernels import Kernels
+from outrider.ops.native_kernels import Kernels, build_kernels
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat, reference_linear
 
 AnyModel = TypeVar("AnyModel", Decoder, DSparkDrafter)
@@ -154,6 +154,56 @@ def test_long_contexts_are_cut_and_merged_to_the_same_bits(
         many.run(dict.fromkeys(range(6), tokens[:-tail]))
         for logits in many.run(dict.fromkeys(range(6), tokens[-tail:])).logits:
             assert torch.equal(logits, whole[-tail:]), tail
+
+
+LARGE_HEADS: Mapping[str, Any] = {
+    "hidden_size": 96,
+    "head_dim": 64,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def with_pool_of(sequences: PagedSequences, dtype: torch.dtype) -> PagedSequences:
+    sequences.pool = [type(kv)(kv.key_SHD.to(dtype), kv.value_SHD.to(dtype)) for kv in sequences.pool]
+    return sequences
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_heads_give_the_same_bits_to_few_rows_and_to_many(
+    kv_dtype: torch.dtype, kernels: Kernels, tmp_path: Path
+) -> None:
+    """Heads of whole vectors: few queries read keys where they lie, many transposed ones; many requests of few rows
+    take all heads of a position together, a single one shares its positions between threads."""
+    native = NativeDecoder.of(kernels, ours(oracle("llama", dict(LARGE_HEADS)), tmp_path), quantization="int8")
+    tokens = prompt(150, seed=21)
+    whole = with_pool_of(PagedSequences(native, requests=1, max_len=152), kv_dtype).run({0: tokens}).logits[0]
+    for requests in (1, 9):
+        sequences = with_pool_of(PagedSequences(native, requests=requests, max_len=152), kv_dtype)
+        for start, end in pairwise((0, 31, 61, 64, 65, 67, 70, 128, 129, 137, 149, 150)):
+            result = sequences.run(dict.fromkeys(range(requests), tokens[start:end]))
+            for logits in result.logits:
+                assert torch.equal(logits, whole[start:end]), (requests, start)
+
+
+@pytest.mark.parametrize("shape", [LARGE_HEADS, WIDE], ids=["large", "wide"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_instruction_set_gives_a_pass_the_same_bits(
+    kv_dtype: torch.dtype, shape: Mapping[str, Any], kernels: Kernels, tmp_path: Path
+) -> None:
+    other = build_kernels(("-march=x86-64-v3",), threads=1)
+    if other is None:
+        pytest.skip("this compiler builds for another family of processors")
+    decoder = ours(oracle("qwen3", {**shape, "max_position_embeddings": 512}), tmp_path)
+    tokens = prompt(90, seed=22)
+    found = []
+    for each in (kernels, other):
+        native = NativeDecoder.of(each, decoder, quantization="int8")
+        sequences = with_pool_of(PagedSequences(native, requests=1, max_len=92), kv_dtype)
+        parts = [sequences.run({0: tokens[start:end]}).logits[0] for start, end in pairwise((0, 81, 82, 90))]
+        found.append(torch.cat(parts))
+    assert torch.equal(*found)
 
 
 def test_long_contexts_mean_what_they_do_in_torch(kernels: Kernels, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_sequential_head_is_the_module_s(kernels: Kernels, build: Callable[.
 def test_rows_are_bitwise_the_same_in_any_company(kernels: Kernels, build: Callable[..., DSparkDrafter]) -> None:
     native = NativeDrafter.of(kernels, build())
     alone = [run(native, (request,))[0][0] for request in range(3)]
-    for requests in ((0, 1, 2), (2, 0), (1, 2, 0), (0, 0)):
+    for requests in ((0, 1, 2), (2, 0), (1, 2, 0), (0, 0), (2, 1, 0, 0, 1, 2, 0, 1)):
         for chunk in (1, 7, 1000):
             hidden, _ = run(native, requests, chunk=chunk)
             for row, request in zip(hidden, requests, strict=True):

@@ -8,8 +8,7 @@
 
 #include "gemm.h"
 
-#if defined(__AMX_INT8__) && defined(__AMX_TILE__) && OUTRIDER_AVX512 && defined(__linux__)
-#define OUTRIDER_AMX 1
+#if OUTRIDER_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -18,7 +17,7 @@ namespace outrider {
 
 #if OUTRIDER_AMX
 
-constexpr int TILE_ROWS = 16;
+constexpr int TILE_ROWS = BESIDE;
 constexpr int AMX_LEAST_ROWS = 14;  // below, dot() is as fast; rows missing from a tile are computed for nothing
 
 // Once per process, before any thread uses a tile.
@@ -51,7 +50,7 @@ constexpr int AHEAD = 4;  // groups whose integers are on their way while those 
   if (first + I < groups) {                                                  \
     _tile_zero(SUMS);                                                        \
     _tile_loadd(WEIGHTS, panel + quants_at(EIGHT, first + I), 64);           \
-    _tile_loadd(ROWS, a + (first + I) * GROUP, stride);                      \
+    _tile_loadd(ROWS, a + (first + I) * TILE_ROWS * GROUP, GROUP);           \
     _tile_dpbssd(SUMS, ROWS, WEIGHTS);                                       \
     _tile_stored(SUMS, parts[I], 64);                                        \
   }
@@ -59,7 +58,6 @@ constexpr int AHEAD = 4;  // groups whose integers are on their way while those 
 // Up to AHEAD groups from `first` on.
 INLINE void tile_groups(const uint8_t* panel, const int8_t* a, int first, int groups,
                         int32_t (*parts)[TILE_ROWS][PANEL]) {
-  const size_t stride = size_t(groups) * GROUP;
   OUTRIDER_TILE_GROUP(0, 4, 6, 0)
   OUTRIDER_TILE_GROUP(1, 5, 7, 1)
   OUTRIDER_TILE_GROUP(2, 4, 6, 2)
@@ -72,8 +70,8 @@ INLINE void tile_groups(const uint8_t* panel, const int8_t* a, int first, int gr
 __attribute__((noinline)) inline void tile_rows(const uint8_t* panel, const Rows& x, int row, f32v* sums) {
   alignas(64) int32_t parts[2][AHEAD][TILE_ROWS][PANEL];
   const int groups = x.groups;
-  const int8_t* a = x.quants + size_t(row) * groups * GROUP;
-  const float* row_scales = x.scale + size_t(row) * groups;
+  const int8_t* a = x.quants + x.at(row, 0) * GROUP;
+  const float* row_scales = x.scale + x.at(row, 0);
   f32v acc[TILE_ROWS] = {};
   tile_groups(panel, a, 0, groups, parts[0]);
   for (int block = 0, turn = 0; block < groups; block += AHEAD, turn ^= 1) {
@@ -83,7 +81,7 @@ __attribute__((noinline)) inline void tile_rows(const uint8_t* panel, const Rows
       for (int r = 0; r < TILE_ROWS; ++r) {
         i32v part;
         std::memcpy(&part, parts[turn][g - block][r], 64);
-        acc[r] = fma(to_float(part), d * splat(row_scales[r * groups + g]), acc[r]);
+        acc[r] = fma(to_float(part), d * splat(row_scales[g * TILE_ROWS + r]), acc[r]);
       }
     }
   }

@@ -1,22 +1,47 @@
 // Paged attention for ragged rows, causal or over a bidirectional block, grouped query heads.
 //
-// A unit of work is some consecutive query rows of one request, one key/value head with all query heads that share it,
-// and a range of chunks of CHUNK positions. Per chunk three sweeps: scores (keys transposed tile by tile, so that a
-// vector holds positions), softmax, and the mix of values; chunks are merged in ascending order, on whichever thread. A
-// row's sums run in ascending head dimension or position and its chunks begin at fixed positions, whatever other rows
-// do: its result depends on what it sees alone, not on its neighbours in the pass, nor on how a prompt or the work was
-// cut.
+// A unit of work is some consecutive query rows of one request, key/value heads with all query heads that share them,
+// and a range of chunks of CHUNK positions. Per chunk three sweeps: scores (keys transposed, so that a vector holds
+// positions), softmax, and the mix of values; chunks are merged in ascending order, on whichever thread. A row's sums
+// run in ascending head dimension or position and its chunks begin at fixed positions, whatever other rows do: its
+// result depends on what it sees alone, not on its neighbours in the pass, nor on how a prompt or the work was cut.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "vec.h"
 
 namespace outrider {
 
-constexpr int TILE = 32, TILE_VECS = TILE / LANES, ROW_BLOCK = 6;
+constexpr int TILE = 32, ROW_BLOCK = 6;    // positions and queries whose sums stay in registers together
 constexpr int CHUNK = 64, UNIT_ROWS = 32;  // positions of a chunk; rows of a unit at most
+
+// Asks the memory for some of a row, as far as the second cache.
+template <class T>
+INLINE void prefetch(const T* row, size_t elements) {
+  for (size_t byte = 0; byte < elements * sizeof(T); byte += 64) __builtin_prefetch((const char*)row + byte, 0, 2);
+}
+
+// A row of zeros, for positions behind the last.
+template <class T>
+INLINE const T* zero_row() {
+  alignas(64) static const T zeros[512] = {};
+  return zeros;
+}
+
+// Some positions in a row, and where those of them lie that are in the pool, `pooled` of them; zeros behind.
+template <class T>
+struct Chunk {
+  int start = 0, count = 0, pooled = 0;
+  const T *key[CHUNK], *value[CHUNK];
+
+  // To another head, so many elements from this one.
+  void shift(int elements) {
+    for (int i = 0; i < pooled; ++i) key[i] += elements, value[i] += elements;
+  }
+};
 
 // Where keys and values of one request and head lie: pool slots below `context`, behind them the block's own rows.
 template <class T>
@@ -31,13 +56,24 @@ struct Positions {
   const float* own_value;
   size_t own_stride;
 
-  // at[i]: where position start + i lies in the pool, in elements, as far as the context goes.
-  void locate(int start, int count, size_t* at) const {
-    int block = start / block_size, offset = start % block_size;
-    for (int i = 0; i < std::min(count, context - start); ++i) {
-      at[i] = (size_t(blocks[block]) * block_size + offset) * slot_stride;
-      if (++offset == block_size) offset = 0, ++block;
+  Positions head(int h, int dim) const {
+    Positions other = *this;
+    other.key += h * dim, other.value += h * dim, other.own_key += h * dim, other.own_value += h * dim;
+    return other;
+  }
+  // The chunk at `start` of `length` positions.
+  void locate(int start, int length, Chunk<T>& chunk) const {
+    chunk.start = start;
+    chunk.count = std::max(0, std::min(CHUNK, length - start));
+    chunk.pooled = std::max(0, std::min(chunk.count, context - start));
+    int i = 0;
+    while (i < chunk.pooled) {
+      const int block = (start + i) / block_size, offset = (start + i) % block_size;
+      const int end = std::min(chunk.pooled, i + block_size - offset);
+      size_t at = (size_t(blocks[block]) * block_size + offset) * slot_stride;
+      for (; i < end; ++i, at += slot_stride) chunk.key[i] = key + at, chunk.value[i] = value + at;
     }
+    for (; i < CHUNK; ++i) chunk.key[i] = chunk.value[i] = zero_row<T>();
   }
 };
 
@@ -50,12 +86,10 @@ INLINE void load_row(const T* from, float* to, int dim) {
   for (; d < dim; ++d) to[d] = value(from[d]);
 }
 
-// Columns d..d+15 of 16 rows, transposed: to[c][r] = rows[r][d + c]; the stride in floats.
-template <class T>
-INLINE void transpose(const T* const* rows, int d, float* to, size_t to_stride) {
 #if OUTRIDER_AVX512
-  __m512 a[16], b[16];
-  for (int r = 0; r < 16; ++r) a[r] = (__m512)load(rows[r] + d);
+// columns[c] = word c of each of 16 rows.
+INLINE void transpose_words(__m512 (&a)[16], __m512 (&columns)[16]) {
+  __m512 b[16];
   for (int r = 0; r < 16; r += 2) {
     b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
     b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
@@ -70,14 +104,47 @@ INLINE void transpose(const T* const* rows, int d, float* to, size_t to_stride) 
     const __m512 low01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), high01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
     const __m512 low23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
     const __m512 high23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-    _mm512_storeu_ps(to + c * to_stride, _mm512_shuffle_f32x4(low01, low23, 0x88));
-    _mm512_storeu_ps(to + (c + 8) * to_stride, _mm512_shuffle_f32x4(low01, low23, 0xdd));
-    _mm512_storeu_ps(to + (c + 4) * to_stride, _mm512_shuffle_f32x4(high01, high23, 0x88));
-    _mm512_storeu_ps(to + (c + 12) * to_stride, _mm512_shuffle_f32x4(high01, high23, 0xdd));
+    columns[c] = _mm512_shuffle_f32x4(low01, low23, 0x88);
+    columns[c + 8] = _mm512_shuffle_f32x4(low01, low23, 0xdd);
+    columns[c + 4] = _mm512_shuffle_f32x4(high01, high23, 0x88);
+    columns[c + 12] = _mm512_shuffle_f32x4(high01, high23, 0xdd);
+  }
+}
+
+// Columns d..d+31 of 16 rows of bf16, in pairs.
+INLINE void transpose_pairs(const bf16* const* rows, size_t d, __m512 (&pairs)[16]) {
+  __m512 a[16];
+  for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_ps((const float*)(rows[r] + d));
+  transpose_words(a, pairs);
+}
+INLINE f32v first_of_pair(__m512 pairs) { return (f32v)((i32v)pairs << 16); }
+INLINE f32v second_of_pair(__m512 pairs) { return (f32v)((i32v)pairs & splat(int32_t(0xffff0000))); }
+#endif
+
+// 16 rows of `width` columns, transposed: to[c][r] = rows[r][c]; the stride in floats.
+template <class T>
+INLINE void transpose(const T* const* rows, size_t width, float* to, size_t to_stride) {
+  size_t d = 0;
+#if OUTRIDER_AVX512
+  if constexpr (std::is_same_v<T, bf16>) {
+    for (; d + 2 * LANES <= width; d += 2 * LANES) {
+      __m512 pairs[16];
+      transpose_pairs(rows, d, pairs);
+      for (int c = 0; c < LANES; ++c) {
+        store(to + (d + 2 * c) * to_stride, first_of_pair(pairs[c]));
+        store(to + (d + 2 * c + 1) * to_stride, second_of_pair(pairs[c]));
+      }
+    }
+  }
+  for (; d < width; d += LANES) {
+    __m512 a[16], columns[16];
+    for (int r = 0; r < 16; ++r) a[r] = (__m512)load(rows[r] + d);
+    transpose_words(a, columns);
+    for (int c = 0; c < LANES; ++c) store(to + (d + c) * to_stride, (f32v)columns[c]);
   }
 #else
-  for (int r = 0; r < 16; ++r)
-    for (int c = 0; c < 16; ++c) to[c * to_stride + r] = value(rows[r][d + c]);
+  for (; d < width; ++d)
+    for (int r = 0; r < LANES; ++r) to[d * to_stride + r] = value(rows[r][d]);
 #endif
 }
 
@@ -87,14 +154,16 @@ struct Partial {
   float *mass, *top;
 };
 
-// A thread's scratch for one unit.
+// A thread's scratch for the queries of one head of a unit, all[] of them padded to whole vectors.
 struct Scratch {
-  std::vector<float> rows;     // [TILE][width], copies of what cannot be read in place; zeros behind a head's dimension
+  std::vector<float> rows;     // [CHUNK][width], copies of what cannot be read in place, padded with zeros
   std::vector<float> key_t;    // [width][TILE]
   std::vector<float> query;    // [all][width], scaled
   std::vector<float> weights;  // [all][CHUNK], scores and then their exponentials
-  std::vector<float> chunk;    // partials of all queries over one chunk
-  std::vector<float> merged;   // and over the chunks so far
+  std::vector<float> top, mass;          // [all] of the chunk at hand
+  std::vector<float> all_top, all_mass;  // [all] of the chunks so far
+  std::vector<float> keep, add;          // [all] factors of what is there and what a chunk adds
+  std::vector<float> values;             // [all][width] over the chunks so far
 };
 
 INLINE size_t partial_floats(size_t width) { return width + 2; }
@@ -113,109 +182,132 @@ INLINE void merge(const Partial& into, const Partial& from, size_t width) {
     store(into.values + d, fma(load(from.values + d), b, load(into.values + d) * a));
 }
 
-// Sixteen or fewer rows of zeros, for positions behind the last.
-template <class T>
-INLINE const T* zero_row() {
-  alignas(64) static const T zeros[512] = {};
-  return zeros;
-}
-
-// use(pointers to TILE rows, of T or float) with the keys or values of positions start..start+count-1; zeros behind.
+// use(pointers to rows, of T or float) with the keys or values of a chunk's positions first..first+count-1, and zeros
+// behind them up to whole vectors.
 template <bool KEYS, class T, class Use>
-INLINE void with_tile(const Positions<T>& kv, const size_t* at, int start, int count, int dim, Scratch& s,
-                      const Use& use) {
+INLINE void with_positions(const Positions<T>& kv, const Chunk<T>& chunk, int first, int count, int dim, Scratch& s,
+                           const Use& use) {
   const size_t width = padded(dim);
-  if (start + count <= kv.context && dim % LANES == 0) {
-    const T* rows[TILE];
-    for (int j = 0; j < TILE; ++j)
-      rows[j] = j < count ? (KEYS ? kv.key : kv.value) + at[j] : zero_row<T>();
-    return use(rows);
-  }
-  const float* rows[TILE];
-  for (int j = 0; j < TILE; ++j) {
-    rows[j] = j < count ? &s.rows[j * width] : zero_row<float>();
-    if (j >= count) continue;
-    const int position = start + j;
+  const T* const* pooled = (KEYS ? chunk.key : chunk.value) + first;
+  if (first + count <= chunk.pooled && dim % LANES == 0) return use(pooled);
+  const float* own = KEYS ? kv.own_key : kv.own_value;
+  const float* rows[CHUNK];
+  for (int j = 0; j < count; ++j) {
+    const int i = first + j;
     float* to = &s.rows[j * width];
-    if (position < kv.context) load_row((KEYS ? kv.key : kv.value) + at[j], to, dim);
-    else load_row((KEYS ? kv.own_key : kv.own_value) + (position - kv.context) * kv.own_stride, to, dim);
+    if (i < chunk.pooled) load_row(pooled[j], to, dim);
+    else load_row(own + size_t(chunk.start + i - kv.context) * kv.own_stride, to, dim);
+    rows[j] = to;
   }
+  for (int j = count; j < padded(count); ++j) rows[j] = zero_row<float>();
   use(rows);
 }
 
-// Asks the memory for what lies `at` so many places.
-template <class T>
-INLINE void prefetch(const T* rows, const size_t* at, int count, int dim) {
-  for (int i = 0; i < count; ++i)
-    for (size_t byte = 0; byte < dim * sizeof(T); byte += 64) __builtin_prefetch((const char*)(rows + at[i]) + byte);
-}
-
-// Scores of R rows with a tile's positions, each summed over the head's dimension in ascending order.
-template <int R>
-INLINE void score(const Scratch& s, int row, size_t width, float* scores, size_t stride) {
-  f32v acc[R][TILE_VECS] = {};
-  const float* q = &s.query[row * width];
+// Scores of R queries with V vectors of a tile's positions, each summed over the head's dimension in ascending order.
+template <int R, int V>
+INLINE void score(const float* key_t, const float* query, size_t width, float* scores) {
+  f32v acc[R][V] = {};
   for (size_t d = 0; d < width; ++d) {
-    f32v k[TILE_VECS];
-    for (int v = 0; v < TILE_VECS; ++v) k[v] = load(&s.key_t[d * TILE + v * LANES]);
+    f32v k[V];
+    for (int v = 0; v < V; ++v) k[v] = load(key_t + d * TILE + v * LANES);
     for (int r = 0; r < R; ++r) {
-      const f32v x = splat(q[r * width + d]);
-      for (int v = 0; v < TILE_VECS; ++v) acc[r][v] = fma(k[v], x, acc[r][v]);
+      const f32v x = splat(query[r * width + d]);
+      for (int v = 0; v < V; ++v) acc[r][v] = fma(k[v], x, acc[r][v]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < TILE_VECS; ++v) store(scores + r * stride + v * LANES, acc[r][v]);
+    for (int v = 0; v < V; ++v) store(scores + r * CHUNK + v * LANES, acc[r][v]);
 }
 
-// Scores to exponentials of what they are below the largest, over a row's own `count` positions of a chunk.
-INLINE void soften(float* w, int count, const Partial& out) {
+// The same with 16 positions whose keys are transposed on the way: for so few queries, storing them does not pay.
+// `ahead`: 16 rows of as much that are wanted soon.
+template <int R, class T, class A>
+INLINE bool score_few(const T* const* keys, const float* query, size_t width, const A* const* ahead, float* scores) {
+#if OUTRIDER_AVX512
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (width % (2 * LANES)) return false;
+    f32v acc[R] = {};
+    for (size_t d = 0; d < width; d += 2 * LANES) {
+      __m512 pairs[16];
+      transpose_pairs(keys, d, pairs);
+      for (int c = 0; c < LANES; ++c) {
+        const f32v first = first_of_pair(pairs[c]), second = second_of_pair(pairs[c]);
+        const float* q = query + d + 2 * c;
+        prefetch(ahead[c] + d, 1);
+        for (int r = 0; r < R; ++r) acc[r] = fma(first, splat(q[r * width]), acc[r]);
+        for (int r = 0; r < R; ++r) acc[r] = fma(second, splat(q[r * width + 1]), acc[r]);
+      }
+    }
+    for (int r = 0; r < R; ++r) store(scores + r * CHUNK, acc[r]);
+    return true;
+  }
+#endif
+  return (void)keys, (void)query, (void)width, (void)ahead, (void)scores, false;
+}
+
+// The largest of a query's `count` scores; those behind, up to a whole vector, become -inf.
+INLINE float top_score(float* w, int count) {
   const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int whole = count / LANES * LANES;
-  f32v highest = splat(-INFINITY);
   if (whole < count)
     store(w + whole, lane < splat(int32_t(count - whole)) ? load(w + whole) : splat(-INFINITY));
+  f32v highest = splat(-INFINITY);
   for (int j = 0; j < count; j += LANES) highest = max(highest, load(w + j));
-  const f32v top = splat(largest(highest));
+  return largest(highest);
+}
+
+// Scores to exponentials of what they are below the largest; their sum.
+INLINE float soften(float* w, int count, float top) {
+  const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int whole = count / LANES * LANES;
   f32v mass = {};
   for (int j = 0; j < whole; j += LANES) {
-    const f32v p = exp(load(w + j) - top);
+    const f32v p = exp(load(w + j) - splat(top));
     store(w + j, p);
     mass = mass + p;
   }
   if (whole < count) {
-    const f32v p = lane < splat(int32_t(count - whole)) ? exp(load(w + whole) - top) : f32v{};
+    const f32v p = lane < splat(int32_t(count - whole)) ? exp(load(w + whole) - splat(top)) : f32v{};
     store(w + whole, p);
     mass = mass + p;
   }
-  *out.mass = sum(mass);
-  *out.top = top[0];
+  return sum(mass);
 }
 
-// sums += weights * values over `count` positions in ascending order, for R rows and C vectors of the head from d on.
-template <int R, int C, class T>
-INLINE void mix(const T* const* rows, const float* weights, size_t stride, int count, int d, float* sums,
-                size_t sums_stride) {
-  f32v acc[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = load(sums + r * sums_stride + d + c * LANES);
-  for (int j = 0; j < count; ++j) {
+// Where the values of R queries go: beside what is there, by these factors, or, where they are null, in its place.
+struct Target {
+  float* values;
+  size_t stride;
+  const float *keep, *add;
+};
+
+
+// Weighted sums of values over counts[r] positions in ascending order, for R queries, the first of which sees least,
+// and C vectors of the head from d on. `ahead`: rows that are wanted soon, or null.
+template <int R, int C, class T, class A>
+INLINE void mix(const T* const* rows, const float* weights, const int* counts, size_t d, const A* const* ahead,
+                const Target& to) {
+  f32v acc[R][C] = {};
+  for (int j = 0; j < counts[0]; ++j) {
+    if (ahead) prefetch(ahead[j] + d, C * LANES);
     f32v v[C];
     for (int c = 0; c < C; ++c) v[c] = load(rows[j] + d + c * LANES);
     for (int r = 0; r < R; ++r) {
-      const f32v p = splat(weights[r * stride + j]);
+      const f32v p = splat(weights[r * CHUNK + j]);
       for (int c = 0; c < C; ++c) acc[r][c] = fma(p, v[c], acc[r][c]);
     }
   }
+  for (int j = counts[0]; j < counts[R - 1]; ++j)
+    for (int r = 1; r < R; ++r) {
+      if (j >= counts[r]) continue;
+      const f32v p = splat(weights[r * CHUNK + j]);
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(p, load(rows[j] + d + c * LANES), acc[r][c]);
+    }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(sums + r * sums_stride + d + c * LANES, acc[r][c]);
-}
-
-template <int R, class T>
-INLINE void mix_rows(const T* const* rows, const float* weights, size_t stride, int count, float* sums, size_t width,
-                     size_t sums_stride) {
-  size_t d = 0;
-  for (; d + 4 * LANES <= width; d += 4 * LANES) mix<R, 4>(rows, weights, stride, count, d, sums, sums_stride);
-  for (; d < width; d += LANES) mix<R, 1>(rows, weights, stride, count, d, sums, sums_stride);
+    for (int c = 0; c < C; ++c) {
+      float* at = to.values + r * to.stride + d + c * LANES;
+      store(at, to.keep ? fma(acc[r][c], splat(to.add[r]), load(at) * splat(to.keep[r])) : acc[r][c]);
+    }
 }
 
 // call(integral constant R) with R = rows <= ROW_BLOCK known to the compiler.
@@ -240,95 +332,176 @@ struct Queries {
   float scale;
 
   int all() const { return rows * share; }
+  Queries head(int h) const {
+    Queries other = *this;
+    other.first += size_t(h) * share * dim;
+    return other;
+  }
   int seen(int i) const { return causal ? first_seen + i / share : first_seen; }
   int length() const { return seen(all() - 1); }
   // The first query that sees position `start`; those before it see nothing of what follows either.
   int first_with(int start) const { return causal ? std::max(0, start + 1 - first_seen) * share : 0; }
+  // Of a chunk's positions those that query i sees.
+  template <class T>
+  int seen(int i, const Chunk<T>& chunk) const { return std::min(seen(i) - chunk.start, chunk.count); }
 };
 
 INLINE void load_queries(const Queries& q, Scratch& s) {
   const size_t width = padded(q.dim);
-  s.rows.assign(TILE * width, 0.f);
-  s.key_t.resize(TILE * width);
-  s.query.resize(q.all() * width);
-  s.weights.resize(q.all() * CHUNK);
+  if (width != size_t(q.dim)) s.rows.assign(CHUNK * width, 0.f);
+  else if (s.rows.size() < CHUNK * width) s.rows.resize(CHUNK * width);
+  const auto sized = [](std::vector<float>& buffer, size_t size) {
+    if (buffer.size() < size) buffer.resize(size);
+  };
+  sized(s.key_t, TILE * width);
+  sized(s.query, q.all() * width);
+  sized(s.weights, q.all() * CHUNK);
+  sized(s.values, q.all() * width);
+  for (auto* each : {&s.top, &s.mass, &s.all_top, &s.all_mass, &s.keep, &s.add}) sized(*each, padded(q.all()));
   for (int i = 0; i < q.all(); ++i) {
     const float* from = q.first + size_t(i / q.share) * q.stride + size_t(i % q.share) * q.dim;
     for (int d = 0; d < int(width); ++d) s.query[i * width + d] = d < q.dim ? from[d] * q.scale : 0.f;
   }
 }
 
-// The partials of all queries over the chunk at `start`; those of queries that see nothing of it are left alone.
+// Scores of all queries with a chunk's positions. The keys of `next` are on their way meanwhile.
 template <class T>
-void attend_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, int start, float* partials) {
-  const int all = q.all(), stop = std::min(start + CHUNK, q.length());
+INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk,
+                        const Chunk<T>& next) {
+  const int all = q.all();
   const size_t width = padded(q.dim);
-  size_t at[CHUNK], next[CHUNK];
-  kv.locate(start, stop - start, at);
-  kv.locate(stop, std::min(CHUNK, q.length() - stop), next);
-  for (int tile = start; tile < stop; tile += TILE) {
-    prefetch(kv.value, at + tile - start, std::min(TILE, std::min(stop, kv.context) - tile), q.dim);
-    prefetch(kv.key, next + tile - start, std::min(TILE, std::min(q.length(), kv.context) - stop - tile + start), q.dim);
-    with_tile<true>(kv, at + tile - start, tile, std::min(TILE, stop - tile), q.dim, s, [&](const auto* const* keys) {
-      for (int j = 0; j < TILE; j += LANES)
-        for (size_t d = 0; d < width; d += LANES) transpose(keys + j, d, &s.key_t[d * TILE + j], TILE);
+  for (int tile = 0; tile < chunk.count; tile += TILE) {
+    const int count = std::min(TILE, chunk.count - tile), first = q.first_with(chunk.start + tile);
+    with_positions<true>(kv, chunk, tile, count, q.dim, s, [&](const auto* const* keys) {
+      float* scores = &s.weights[tile];
+      bool done = all - first <= ROW_BLOCK;
+      for (int j = 0; done && j < count; j += LANES)
+        with_rows(all - first, [&](auto R) {
+          done = score_few<R.value>(keys + j, &s.query[first * width], width, next.key + tile + j,
+                                    scores + first * CHUNK + j);
+        });
+      if (done) return;
+      for (int j = 0; j < count; j += LANES) transpose(keys + j, width, &s.key_t[j], TILE);
+      int asked = tile;
+      for (int row = first; row < all; row += ROW_BLOCK) {
+        for (int end = std::min(asked + LANES, tile + count); asked < end; ++asked) prefetch(next.key[asked], q.dim);
+        const int rows = std::min(ROW_BLOCK, all - row);
+        const bool half = q.seen(row + rows - 1, chunk) - tile <= LANES;
+        with_rows(rows, [&](auto R) {
+          if (half) score<R.value, 1>(s.key_t.data(), &s.query[row * width], width, scores + row * CHUNK);
+          else score<R.value, 2>(s.key_t.data(), &s.query[row * width], width, scores + row * CHUNK);
+        });
+      }
     });
-    for (int row = q.first_with(tile); row < all; row += ROW_BLOCK)
-      with_rows(std::min(ROW_BLOCK, all - row), [&](auto R) {
-        score<R.value>(s, row, width, &s.weights[row * CHUNK + tile - start], CHUNK);
+  }
+}
+
+// Factors by which what is there and what the chunk adds count from here on; tops and masses of both together.
+INLINE void weigh(Scratch& s, int first, int all) {
+  const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int i = first / LANES * LANES; i < all; i += LANES) {
+    const f32v before = load(&s.all_top[i]), now = load(&s.top[i]), top = max(before, now);
+    const f32v keep = exp(before - top), add = exp(now - top), mass = load(&s.all_mass[i]);
+    const i32v seeing = lane >= splat(int32_t(first - i));
+    store(&s.keep[i], keep);
+    store(&s.add[i], add);
+    store(&s.all_mass[i], seeing ? mass * keep + load(&s.mass[i]) * add : mass);
+    store(&s.all_top[i], seeing ? top : before);
+  }
+}
+
+// The contributions of a chunk to the queries that see some of it, tops and masses in s.top and s.mass; `into` is for
+// query 0. The values of `next` are on their way meanwhile.
+template <class T>
+INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk, const Chunk<T>& next,
+                      const Target& into) {
+  const int all = q.all(), first = q.first_with(chunk.start);
+  const size_t width = padded(q.dim);
+  with_positions<false>(kv, chunk, 0, chunk.count, q.dim, s, [&](const auto* const* values) {
+    for (int row = first; row < all; row += ROW_BLOCK) {
+      const int rows = std::min(ROW_BLOCK, all - row);
+      int counts[ROW_BLOCK];
+      for (int r = 0; r < rows; ++r) counts[r] = q.seen(row + r, chunk);
+      const Target to = {into.values + row * into.stride, into.stride, into.keep ? into.keep + row : nullptr,
+                         into.add + row};
+      const float* weights = &s.weights[row * CHUNK];
+      const T* const* ahead = row == first ? next.value : nullptr;
+      with_rows(rows, [&](auto R) {
+        size_t d = 0;
+        for (; d + 4 * LANES <= width; d += 4 * LANES) mix<R.value, 4>(values, weights, counts, d, ahead, to);
+        for (; d < width; d += LANES) mix<R.value, 1>(values, weights, counts, d, ahead, to);
       });
-  }
-  for (int i = q.first_with(start); i < all; ++i) {
-    const Partial p = partial(partials, i, width);
-    soften(&s.weights[i * CHUNK], std::min(q.seen(i), stop) - start, p);
-    std::fill(p.values, p.values + width, 0.f);
-  }
-  const size_t stride = partial_floats(width);
-  for (int tile = start; tile < stop; tile += TILE) {
-    const int count = std::min(TILE, stop - tile);
-    with_tile<false>(kv, at + tile - start, tile, count, q.dim, s, [&](const auto* const* values) {
-      const auto mixed = [&](int row, auto R, int seen) {
-        mix_rows<R.value>(values, &s.weights[row * CHUNK + tile - start], CHUNK, seen, partials + row * stride, width,
-                          stride);
-      };
-      int row = q.first_with(tile);
-      for (; row < all && q.seen(row) < tile + count; ++row)
-        mixed(row, std::integral_constant<int, 1>(), q.seen(row) - tile);
-      for (; row < all; row += ROW_BLOCK)
-        with_rows(std::min(ROW_BLOCK, all - row), [&](auto R) { mixed(row, R, count); });
-    });
-  }
+    }
+  });
 }
 
-// Query i's result, once all chunks are merged.
-INLINE void write_out(const Queries& q, int i, const Partial& p, float* out, size_t out_stride) {
+template <class T>
+INLINE void soften_chunk(Scratch& s, const Queries& q, const Chunk<T>& chunk) {
+  const int all = q.all(), first = q.first_with(chunk.start);
+  for (int i = first; i < all; ++i) s.top[i] = top_score(&s.weights[i * CHUNK], q.seen(i, chunk));
+  for (int i = first; i < all; ++i) s.mass[i] = soften(&s.weights[i * CHUNK], q.seen(i, chunk), s.top[i]);
+}
+
+INLINE void write_out(const Queries& q, int i, const float* values, float mass, float* out, size_t out_stride) {
   float* to = out + size_t(i / q.share) * out_stride + size_t(i % q.share) * q.dim;
-  const float inverse = 1.f / *p.mass;
-  for (int d = 0; d < q.dim; ++d) to[d] = p.values[d] * inverse;
+  const float inverse = 1.f / mass;
+  for (int d = 0; d < q.dim; ++d) to[d] = values[d] * inverse;
 }
 
-// All chunks of all queries.
+// All chunks of `heads` heads, from that of `kv` and `q` on: chunk by chunk, since the heads of a position are
+// neighbours in memory. `scratch`: one for each head.
 template <class T>
-void attend(const Positions<T>& kv, Scratch& s, const Queries& q, float* out, size_t out_stride) {
+void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int heads, float* out, size_t out_stride) {
   const size_t width = padded(q.dim);
-  load_queries(q, s);
-  s.chunk.resize(q.all() * partial_floats(width));
-  s.merged.resize(q.all() * partial_floats(width));
-  attend_chunk(kv, s, q, 0, s.merged.data());
-  for (int start = CHUNK; start < q.length(); start += CHUNK) {
-    attend_chunk(kv, s, q, start, s.chunk.data());
-    for (int i = q.first_with(start); i < q.all(); ++i)
-      merge(partial(s.merged.data(), i, width), partial(s.chunk.data(), i, width), width);
+  Chunk<T> chunks[2];
+  kv.locate(0, q.length(), chunks[0]);
+  for (int h = 0; h < heads; ++h) load_queries(q.head(h), scratch[h]);
+  for (int start = 0, turn = 0; start < q.length(); start += CHUNK, turn ^= 1) {
+    Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
+    kv.locate(start + CHUNK, q.length(), next);
+    for (int h = 0; h < heads; ++h) {
+      Scratch& s = scratch[h];
+      const Positions<T> of_head = kv.head(h, q.dim);
+      score_chunk(of_head, s, q, chunk, next);
+      soften_chunk(s, q, chunk);
+      if (start == 0) {
+        std::copy_n(s.top.data(), q.all(), s.all_top.data());
+        std::copy_n(s.mass.data(), q.all(), s.all_mass.data());
+        mix_chunk(of_head, s, q, chunk, next, {s.values.data(), width, nullptr, nullptr});
+      } else {
+        weigh(s, q.first_with(start), q.all());
+        mix_chunk(of_head, s, q, chunk, next, {s.values.data(), width, s.keep.data(), s.add.data()});
+      }
+      chunk.shift(q.dim);
+      next.shift(h + 1 < heads ? q.dim : -h * q.dim);
+    }
   }
-  for (int i = 0; i < q.all(); ++i) write_out(q, i, partial(s.merged.data(), i, width), out, out_stride);
+  for (int h = 0; h < heads; ++h)
+    for (int i = 0; i < q.all(); ++i)
+      write_out(q, i, &scratch[h].values[i * width], scratch[h].all_mass[i], out + h * q.share * q.dim, out_stride);
 }
 
-// Chunks chunk..chunk+chunks-1 into `partials` [all chunks][all queries], for join() when every chunk is there.
+// Chunks first..first+count-1 of one head into `partials` [all chunks][all queries], for join() when every chunk is
+// there.
 template <class T>
-void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int chunk, int chunks, float* partials) {
-  const size_t floats = q.all() * partial_floats(padded(q.dim));
+void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first, int count, float* partials) {
+  const size_t width = padded(q.dim), stride = partial_floats(width);
   load_queries(q, s);
-  for (int c = chunk; c < chunk + chunks; ++c) attend_chunk(kv, s, q, c * CHUNK, partials + c * floats);
+  Chunk<T> chunks[2];
+  kv.locate(first * CHUNK, q.length(), chunks[0]);
+  for (int c = first, turn = 0; c < first + count; ++c, turn ^= 1) {
+    Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
+    kv.locate(chunk.start + CHUNK, c + 1 < first + count ? q.length() : 0, next);
+    score_chunk(kv, s, q, chunk, next);
+    soften_chunk(s, q, chunk);
+    float* to = partials + c * q.all() * stride;
+    mix_chunk(kv, s, q, chunk, next, {to, stride, nullptr, nullptr});
+    for (int i = q.first_with(chunk.start); i < q.all(); ++i) {
+      const Partial p = partial(to, i, width);
+      *p.mass = s.mass[i];
+      *p.top = s.top[i];
+    }
+  }
 }
 
 INLINE void join(const Queries& q, float* partials, float* out, size_t out_stride) {
@@ -336,7 +509,10 @@ INLINE void join(const Queries& q, float* partials, float* out, size_t out_strid
   for (int start = CHUNK, c = 1; start < q.length(); start += CHUNK, ++c)
     for (int i = q.first_with(start); i < q.all(); ++i)
       merge(partial(partials, i, width), partial(partials + c * floats, i, width), width);
-  for (int i = 0; i < q.all(); ++i) write_out(q, i, partial(partials, i, width), out, out_stride);
+  for (int i = 0; i < q.all(); ++i) {
+    const Partial p = partial(partials, i, width);
+    write_out(q, i, p.values, *p.mass, out, out_stride);
+  }
 }
 
 }  // namespace outrider

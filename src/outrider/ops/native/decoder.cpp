@@ -82,19 +82,19 @@ struct QuantisedRows {
 
   Rows resized(int rows, int inputs) {
     const int groups = grouped(inputs) / GROUP;
-    const size_t all = size_t(rows + BLOCK) * groups;  // blocks of products may reach behind the last row
+    const size_t all = size_t(rows + BESIDE - 1) / BESIDE * BESIDE * groups;
     if (scale.size() < all) {
       quants.resize(all * GROUP);
       scale.resize(all);
       scaled_sum.resize(all);
       start.resize(all);
     }
-    return Rows{quants.data(), scale.data(), scaled_sum.data(), start.data(), groups};
+    return Rows{quants.data(), scale.data(), scaled_sum.data(), start.data(), groups, rows == 1 ? 0 : BESIDE_SHIFT};
   }
 };
 
 struct Unit {
-  int request, row, rows, kv_head, first_seen;
+  int request, row, rows, kv_head, kv_heads, first_seen;
   int chunk, chunks;  // of positions
   int split;          // index of what this is a part of, or -1
 };
@@ -127,7 +127,7 @@ struct Workspace {
   Stopwatch clock;
   QuantisedRows input, inner;
   std::vector<float> residual, qkv, attention;
-  std::vector<Scratch> scratch;
+  std::vector<std::vector<Scratch>> scratch;  // of each thread, for each head
   std::vector<Unit> units;
   std::vector<Split> splits;
   int num_splits = 0;
@@ -194,7 +194,7 @@ INLINE void norm_and_quantise(const float* x, const float* weight, int size, flo
   for (int g = 0; g < to.groups; ++g) {
     const float *a = x + g * GROUP, *w = weight + g * GROUP;
     quantise_group(load(a) * inverse * load(w), load(a + LANES) * inverse * load(w + LANES), to,
-                   size_t(row) * to.groups + g);
+                   to.at(row, g));
   }
 }
 
@@ -256,24 +256,26 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
           f32v half[2];
           for (int k = 0; k < 2; ++k)
             half[k] = silu(biased(w, 4 * u + 2 * k, sums[2 * k][r])) * biased(w, 4 * u + 2 * k + 1, sums[2 * k + 1][r]);
-          quantise_group(half[0], half[1], out, size_t(row + r) * out.groups + u);
+          quantise_group(half[0], half[1], out, out.at(row + r, u));
         }
       }
     }
   });
 }
 
-// Units of a pass, cut along the positions where there would be too few to keep all threads busy alike.
+// Units of a pass, cut along the positions where there would be too few to keep all threads busy alike. Where there
+// are enough requests of few rows, a unit takes all heads, whose keys and values are neighbours in memory.
 void plan_units(const Decoder& m, const Pass& p, int threads, std::vector<Unit>& units) {
   units.clear();
   for (int r = 0; r < p.requests; ++r) {
     const int rows = p.starts[r + 1] - p.starts[r];
     const int first_seen = p.slots ? p.lengths[r] - rows + 1 : p.lengths[r] + rows;
+    const int heads = rows <= UNIT_ROWS && p.requests >= UNITS_PER_THREAD * threads ? m.kv_heads : 1;
     for (int row = 0; row < rows; row += UNIT_ROWS) {
       const int count = std::min(UNIT_ROWS, rows - row), first = first_seen + (p.slots ? row : 0);
       const int length = first + (p.slots ? count - 1 : 0);
-      for (int h = 0; h < m.kv_heads; ++h)
-        units.push_back({r, p.starts[r] + row, count, h, first, 0, (length + CHUNK - 1) / CHUNK, -1});
+      for (int h = 0; h < m.kv_heads; h += heads)
+        units.push_back({r, p.starts[r] + row, count, h, heads, first, 0, (length + CHUNK - 1) / CHUNK, -1});
     }
   }
   const int whole = int(units.size()), wanted = UNITS_PER_THREAD * threads;
@@ -325,10 +327,12 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
     const Queries q = {qkv + u.row * stride + u.kv_head * share * E, stride, u.rows, share, E, u.first_seen,
                        p.slots != nullptr, m.scale};
     float* to = out + u.row * out_stride + u.kv_head * share * E;
-    if (u.split < 0) return attend(kv, space.scratch[thread], q, to, out_stride);
+    std::vector<Scratch>& scratch = space.scratch[thread];
+    if (int(scratch.size()) < u.kv_heads) scratch.resize(u.kv_heads);
+    if (u.split < 0) return attend(kv, scratch.data(), q, u.kv_heads, to, out_stride);
     Split& split = space.splits[u.split];
     float* partials = space.partials.data() + split.partials;
-    attend_part(kv, space.scratch[thread], q, u.chunk, u.chunks, partials);
+    attend_part(kv, scratch[0], q, u.chunk, u.chunks, partials);
     if (split.parts_left->fetch_sub(1, std::memory_order_acq_rel) == 1) join(q, partials, to, out_stride);
   });
 }

@@ -40,13 +40,31 @@ INLINE size_t panel_bytes(int format, int groups) {
   return format == FOUR ? groups * FOUR_BYTES : (groups + 1) / 2 * LINE + groups * EIGHT_BYTES;
 }
 
-// Quantised rows: [rows][groups] of everything, quants [rows][groups * GROUP].
+#if defined(__AMX_INT8__) && defined(__AMX_TILE__) && OUTRIDER_AVX512 && defined(__linux__)
+#define OUTRIDER_AMX 1
+#endif
+
+constexpr int DOT_ROWS = 8;  // rows whose sums stay in registers together
+#if OUTRIDER_AMX
+constexpr int BESIDE_SHIFT = 4;  // of rows that lie beside one another: those of a tile
+#else
+constexpr int BESIDE_SHIFT = 3;  // DOT_ROWS
+#endif
+constexpr int BESIDE = 1 << BESIDE_SHIFT;
+
+// Quantised rows: [rows / BESIDE][groups][BESIDE] of everything, quants in groups, so that a group of all rows of a
+// block of products lies at fixed distances from one address. A single row has nothing beside it.
 struct Rows {
   int8_t* quants;
   float* scale;
   float* scaled_sum;  // scale * sum of quants, what the minimum of FOUR multiplies
   int32_t* start;     // -128 * sum of quants, where the integer sums of EIGHT start
   int groups;
+  int shift;  // BESIDE_SHIFT, or 0
+
+  size_t at(int row, int group) const {
+    return ((size_t(row >> shift) * groups + group) << shift) + (row & ((1 << shift) - 1));
+  }
 };
 
 INLINE void quantise_group(f32v a, f32v b, const Rows& x, size_t group) {
@@ -69,7 +87,7 @@ INLINE void quantise_group(f32v a, f32v b, const Rows& x, size_t group) {
 
 INLINE void quantise_row(const float* values, const Rows& x, int row) {
   for (int g = 0; g < x.groups; ++g)
-    quantise_group(load(values + g * GROUP), load(values + g * GROUP + LANES), x, size_t(row) * x.groups + g);
+    quantise_group(load(values + g * GROUP), load(values + g * GROUP + LANES), x, x.at(row, g));
 }
 
 // acc[o] += sum over b of w[4 * o + b] * a[b]: 64 unsigned weights, 4 signed activations.
@@ -100,54 +118,58 @@ INLINE i32v dot(i32v acc, i32v w, const int8_t* a) {
 }
 
 constexpr int FEW_ROWS = 4;
-constexpr size_t PREFETCH = 2048;
+constexpr size_t PREFETCH = 4096;
 
-// The sums of one panel's 16 outputs for R rows from row on.
+// The sums of one panel's 16 outputs for R rows of a block from row on.
 template <int FORMAT, int R>
 __attribute__((noinline)) void dot_rows_of(const uint8_t* panel, const Rows& x, int row, f32v* sums) {
   const int groups = x.groups;
-  constexpr size_t group_bytes = FORMAT == FOUR ? FOUR_BYTES : EIGHT_BYTES;
-  const int8_t* quants = x.quants + size_t(row) * groups * GROUP;
-  const size_t first = size_t(row) * groups;
+  // Arithmetic for so many rows keeps loads back, and with them the processor's own prefetching.
+  const auto ask_ahead = [](const uint8_t* line) {
+    if (R > FEW_ROWS) __builtin_prefetch(line + PREFETCH);
+  };
+  const size_t first = x.at(row, 0);
+  const int8_t* a = x.quants + first * GROUP;
+  const float *scale = x.scale + first, *scaled_sum = x.scaled_sum + first;
+  const int32_t* start = x.start + first;
+  const int beside = R == 1 ? 1 << x.shift : BESIDE;
   f32v acc[R] = {};
-  for (int g = 0; g < groups; ++g) {
+  for (int g = 0; g < groups; ++g, a += beside * GROUP, scale += beside, scaled_sum += beside, start += beside) {
     const uint8_t* data = panel + quants_at(FORMAT, g);
     const uint16_t* scales = (const uint16_t*)(panel + scales_at(FORMAT, g));
-    if (R > FEW_ROWS)  // arithmetic then keeps loads back, and with them the processor's own prefetching
-      for (size_t i = 0; i < group_bytes; i += LINE) __builtin_prefetch(data + PREFETCH + i);
     i32v part[R];
-    for (int r = 0; r < R; ++r) part[r] = FORMAT == FOUR ? i32v{} : splat(x.start[first + r * groups + g]);
-    const int8_t* a = quants + g * GROUP;
+    for (int r = 0; r < R; ++r) part[r] = FORMAT == FOUR ? i32v{} : splat(start[r]);
     if (FORMAT == FOUR) {
       const i32v mask = splat(int32_t(0x0f0f0f0f));
       for (int q = 0; q < QUADS / 2; ++q) {
         i32v packed;
         std::memcpy(&packed, data + q * 64, 64);
+        ask_ahead(data + q * 64);
         const i32v low = packed & mask, high = (packed >> 4) & mask;
-        for (int r = 0; r < R; ++r) part[r] = dot(part[r], low, a + size_t(r) * groups * GROUP + 4 * q);
-        for (int r = 0; r < R; ++r) part[r] = dot(part[r], high, a + size_t(r) * groups * GROUP + 4 * q + GROUP / 2);
+        for (int r = 0; r < R; ++r) part[r] = dot(part[r], low, a + r * GROUP + 4 * q);
+        for (int r = 0; r < R; ++r) part[r] = dot(part[r], high, a + r * GROUP + 4 * q + GROUP / 2);
       }
     } else {
       for (int q = 0; q < QUADS; ++q) {
         i32v w;
         std::memcpy(&w, data + q * 64, 64);
+        ask_ahead(data + q * 64);
         w ^= splat(int32_t(0x80808080));  // q + 128, which is not negative: made up for by where the sums start
-        for (int r = 0; r < R; ++r) part[r] = dot(part[r], w, a + size_t(r) * groups * GROUP + 4 * q);
+        for (int r = 0; r < R; ++r) part[r] = dot(part[r], w, a + r * GROUP + 4 * q);
       }
     }
     const f32v d = load_half(scales);
-    for (int r = 0; r < R; ++r) acc[r] = fma(to_float(part[r]), d * splat(x.scale[first + r * groups + g]), acc[r]);
+    for (int r = 0; r < R; ++r) acc[r] = fma(to_float(part[r]), d * splat(scale[r]), acc[r]);
     if (FORMAT == FOUR) {
+      ask_ahead((const uint8_t*)scales);
       const f32v m = load_half(scales + PANEL);
-      for (int r = 0; r < R; ++r) acc[r] = fma(m, splat(x.scaled_sum[first + r * groups + g]), acc[r]);
+      for (int r = 0; r < R; ++r) acc[r] = fma(m, splat(scaled_sum[r]), acc[r]);
     }
   }
   for (int r = 0; r < R; ++r) sums[r] = acc[r];
 }
 
-constexpr int DOT_ROWS = 8;  // rows whose sums stay in registers together
-
-// For `rows` <= DOT_ROWS rows from row on.
+// For `rows` <= DOT_ROWS rows from row on, a multiple of DOT_ROWS.
 template <int FORMAT>
 INLINE void dot_rows(const uint8_t* panel, const Rows& x, int row, int rows, f32v* sums) {
   switch (rows) {

@@ -24,7 +24,8 @@ typedef float f32v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t bf16;
 
-INLINE f32v splat(float x) { return f32v{} + x; }
+// Not 0 + x, which is an addition.
+INLINE f32v splat(float x) { return f32v{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE i32v splat(int32_t x) { return i32v{} + x; }
 INLINE f32v load(const float* p) { return *reinterpret_cast<const f32v*>(p); }
 INLINE void store(float* p, f32v x) { *reinterpret_cast<f32v*>(p) = x; }
@@ -39,7 +40,21 @@ INLINE f32v fma(f32v a, f32v b, f32v c) {
 #endif
 }
 
-INLINE f32v max(f32v a, f32v b) { return a > b ? a : b; }
+// The second where either is NaN.
+INLINE f32v max(f32v a, f32v b) {
+#if OUTRIDER_AVX512
+  return (f32v)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+INLINE f32v min(f32v a, f32v b) {
+#if OUTRIDER_AVX512
+  return (f32v)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 INLINE i32v max(i32v a, i32v b) { return a > b ? a : b; }
 // Magnitude as an integer: ordered like the magnitudes, with NaN above infinity, so that no maximum loses a NaN.
 INLINE i32v magnitude(f32v a) { return (i32v)a & splat(int32_t(0x7fffffff)); }
@@ -100,8 +115,7 @@ INLINE float largest(f32v x) {
 
 // e^x to about 1 ulp within -87..88, clamped outside: e^-inf is not 0 but 1e-38, so masked scores are zeroed apart.
 INLINE f32v exp(f32v x) {
-  x = x < splat(-87.f) ? splat(-87.f) : x;
-  x = x > splat(88.f) ? splat(88.f) : x;
+  x = min(splat(88.f), max(splat(-87.f), x));
   const f32v n = round_even(x * splat(1.44269504f));
   f32v r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
