@@ -88,7 +88,8 @@ def _readme(drafter: DSparkDrafter, card: DrafterCard) -> str:
         f"{config.markov_head_type} Markov head of rank {config.markov_rank}, {config.draft_vocab_size} of "
         f"{config.decoder.vocab_size} vocabulary entries. Embedding and LM head are the target's.",
         "",
-        "Trained on the target's answers to given and templated questions and to questions of its own, and on nothing else.",
+        "Trained on the target's answers to given and templated questions and to questions of its own, and on nothing "
+        "else.",
         "",
     ]
     if card.measurements:
