@@ -132,6 +132,9 @@ def test_given_questions_are_asked_once_each_before_templated_ones(tmp_path: Pat
     second.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"questions: .*b\.txt cannot be read \(not UTF-8\)"):
         FileQuestions([second], seed=5)
+    second.write_text('fine\n{"answer": 1}\n')
+    with pytest.raises(ConfigError, match=r"questions: question 2 of .*b\.txt has no turns, prompt or question"):
+        FileQuestions([second], seed=5)
 
 
 def test_a_template_never_gets_the_same_word_twice() -> None:

@@ -42,6 +42,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_rand_target(tmp_path_factory.mktemp("target"))
 
 
+def test_a_file_for_the_end_of_a_run_is_read_before_its_start(target: Path, tmp_path: Path) -> None:
+    refused = _run(target, tmp_path / "run", "--evaluate-prompts", str(tmp_path / "absent.jsonl"))
+    assert refused["exit"] == 1
+    assert "evaluate-prompts: " in str(refused["error"])
+    assert not (tmp_path / "run").exists()
+
+
 def test_trains_exports_and_resumes(target: Path, tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"turns": ["hello there"]}\n{"turns": ["who are you"]}\n')

@@ -44,7 +44,7 @@ def serve_command(
         bool,
         typer.Option(
             "--disable-frontend-multiprocessing",
-            help="Run a single rank's engine in the server's own process: less memory, slower under many clients.",
+            help="Run a single rank's engine in the server's own process: one interpreter for HTTP and steps.",
         ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON line of counters.")] = False,

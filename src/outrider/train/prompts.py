@@ -312,13 +312,14 @@ class FileQuestions(Iterator[str]):
     """The first questions of the files' lines in random order, then templated ones."""
 
     def __init__(self, paths: Iterable[Path], *, seed: int) -> None:
-        questions = [questions_of(line)[0] for path in paths for line in _lines(path, "questions")]
+        questions = [question for path in paths for question in first_turns(path, option="questions")]
         random.Random(seed).shuffle(questions)
         self._questions = iter(questions)
         self._templated = TemplatedQuestions(seed=seed)
 
     def __next__(self) -> str:
-        return next(self._questions, None) or next(self._templated)
+        question = next(self._questions, None)
+        return next(self._templated) if question is None else question
 
 
 class QuestionFilter:
@@ -353,6 +354,17 @@ def normalize(text: str) -> str:
 def read_excluded(paths: Iterable[Path]) -> list[str]:
     """Questions of evaluation files: JSON lines with ``turns`` (list), ``prompt`` or ``question``, else plain lines."""
     return [question for path in paths for line in _lines(path, "exclude-prompts") for question in questions_of(line)]
+
+
+def first_turns(path: Path, *, option: str) -> list[str]:
+    """The first question of every line of a file of questions; ``option`` is whose file it is, for errors."""
+    first: list[str] = []
+    for number, line in enumerate(_lines(path, option), start=1):
+        questions = questions_of(line)
+        if not questions:
+            raise ConfigError(f"{option}: question {number} of {path} has no turns, prompt or question: {line[:80]}")
+        first.append(questions[0])
+    return first
 
 
 def _lines(path: Path, option: str) -> list[str]:

@@ -31,7 +31,7 @@ from outrider.train.export import SelfTestPlan, converted, export
 from outrider.train.generate import ChatFrame, GenerationSettings, generate
 from outrider.train.initialize import choose_draft_vocab, initialize
 from outrider.train.progress import progress_bar
-from outrider.train.prompts import FileQuestions, QuestionFilter, TemplatedQuestions, questions_of, read_excluded
+from outrider.train.prompts import FileQuestions, QuestionFilter, TemplatedQuestions, first_turns, read_excluded
 from outrider.train.trainer import HeldOut, Trainer, TrainSettings, read_state
 
 logger = get_logger(__name__)
@@ -94,6 +94,8 @@ class Run:
         self.folder = recipe.output
         self.seconds: dict[str, float] = {"generate": 0.0, "train": 0.0}
         self.store_full = False
+        path = recipe.evaluate_prompts  # read now: a file that cannot be read must not cost a whole run
+        self.evaluation = first_turns(path, option="evaluate-prompts") if path is not None else []
         self._open(resume)
 
     def _open(self, resume: bool) -> None:
@@ -307,7 +309,7 @@ class Run:
         path = self.recipe.evaluate_prompts
         if path is None:
             return []
-        prompts = [_framed(frame, loaded, text) for text in first_turns(path)]
+        prompts = [_framed(frame, loaded, text) for text in self.evaluation]
         return [
             Measurement(
                 data=path.stem,
@@ -349,11 +351,6 @@ def stored_questions(store: TokenStore, loaded: LoadedModel) -> Iterator[str]:
         answer = int(store.answer_C[span.start : span.stop].argmax())
         question = store.tokens_C[span.start + len(frame.head) : span.start + answer - len(frame.tail)]
         yield loaded.tokenizer.decode(question.tolist(), skip_special_tokens=False)
-
-
-def first_turns(path: Path) -> list[str]:
-    """The first question of every line of a JSON-lines file with ``turns`` (or ``prompt``, ``question``)."""
-    return [questions_of(line)[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def _framed(frame: ChatFrame, loaded: LoadedModel, question: str) -> tuple[int, ...]:
