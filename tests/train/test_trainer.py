@@ -12,14 +12,20 @@ from tests.fixtures import HIDDEN, VOCAB, make_rand_target
 from tests.reference_drafter import ReferenceTarget
 from torch import Tensor, nn
 
-from outrider.config import DrafterConfig
+from outrider.batch.expert_metadata import ExpertMetadata
+from outrider.config import DrafterConfig, QuantizationName
+from outrider.layers.attention.interface import CausalMetadata, LayerKV
 from outrider.layers.attention.registry import get_attention_backend
+from outrider.models.decoder import Decoder
 from outrider.models.drafter_checkpoint import load_drafter
 from outrider.models.dspark import DSparkDrafter
+from outrider.models.native_decoder import NativeDecoder
 from outrider.models.source import LoadedModel, load_model
+from outrider.models.tokenizer import Tokenizer
+from outrider.ops.native_kernels import load_kernels
 from outrider.train.data import Span, StoreShape, TokenStore
 from outrider.train.export import converted, export
-from outrider.train.fast_ops import decode_attention, sample_rows
+from outrider.train.fast_ops import _sample_rows_torch, decode_attention, sample_rows
 from outrider.train.generate import ChatFrame, GenerationSettings, generate
 from outrider.train.initialize import bigram_factors, choose_draft_vocab, initialize
 from outrider.train.losses import LossWeights
@@ -35,6 +41,7 @@ _SETTINGS = GenerationSettings(
     question_temperature=0.75,
     question_top_p=0.95,
     own_question_share=0.5,
+    quantization="none",
     seed=4,
 )
 _TRAIN = TrainSettings(
@@ -60,14 +67,19 @@ def target(target_path: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def store(target: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
-    shape = StoreShape(capacity=1200, tap_width=2 * HIDDEN, hidden_size=HIDDEN)
-    made = TokenStore.create(tmp_path_factory.mktemp("run") / "data", shape)
+    return _generated(target.model, target.tokenizer, _SETTINGS, tmp_path_factory.mktemp("run") / "data")
+
+
+def _generated(
+    model: Decoder | NativeDecoder, tokenizer: Tokenizer, settings: GenerationSettings, folder: Path
+) -> TokenStore:
+    made = TokenStore.create(folder, StoreShape(capacity=1200, tap_width=2 * HIDDEN, hidden_size=HIDDEN))
     texts = cycle(f"what is {i}" for i in range(100))
     generate(
-        target.model,
-        target.tokenizer,
+        model,
+        tokenizer,
         made,
-        _SETTINGS,
+        settings,
         tap_layer_ids=_TAPS,
         texts=texts,
         question_filter=QuestionFilter([]),
@@ -137,6 +149,44 @@ def test_generated_rows_are_what_the_target_computes(target_path: Path, target: 
         torch.testing.assert_close(teacher_TV, logits_TV[:-1], rtol=5e-2, atol=5e-2)
         if span.temperature == 0:
             assert tokens[answer:] == logits_TV.argmax(-1)[answer - 1 : -1].tolist()
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_generated_rows_are_what_the_compiled_target_computes(
+    target_path: Path, tmp_path: Path, quantization: QuantizationName
+) -> None:
+    """Bit for bit: a row is the same in a step of many lanes and in one pass over its whole sequence."""
+    kernels, loaded = load_kernels(), load_model(str(target_path))
+    assert kernels is not None
+    native = NativeDecoder.of(kernels, loaded.model, quantization=quantization)
+    settings = replace(_SETTINGS, quantization=quantization)
+    store = _generated(native, loaded.tokenizer, settings, tmp_path / "data")
+    assert {span.temperature for span in store.spans} == {0.0, 1.0}
+    for span in store.spans:
+        tokens = store.tokens_C[span.start : span.stop - 1].long()
+        length, config = len(tokens), native.config
+        shape = (length, config.num_kv_heads, config.head_dim)
+        pools = [LayerKV(*torch.zeros(2, *shape, dtype=torch.bfloat16)) for _ in range(config.num_layers)]
+        metadata = CausalMetadata(
+            query_start_loc_R1=torch.tensor([0, length], dtype=torch.int32),
+            seq_lens_R=torch.tensor([length], dtype=torch.int32),
+            block_tables_RB=torch.zeros(1, 1, dtype=torch.int32),
+            slot_mapping_N=torch.arange(length),
+            kv_block_size=length,
+            max_query_len=length,
+            max_seq_len=length,
+        )
+        output = native.forward(tokens, torch.arange(length), pools, metadata, _TAPS, ExpertMetadata.single(length))
+        logits_TV = native.compute_logits(output.hidden_ND)
+        rows = slice(span.start, span.stop - 1)
+        assert torch.equal(store.taps_CF[rows], output.taps_NF.bfloat16())
+        assert torch.equal(store.hidden_CD[rows], output.hidden_ND.bfloat16())
+        torch.testing.assert_close(store.lse_C[rows], torch.logsumexp(logits_TV, -1), rtol=1e-5, atol=1e-5)
+        if span.temperature == 0:
+            answer = int(store.answer_C[span.start : span.stop].argmax())
+            said = store.tokens_C[span.start + answer : span.stop].tolist()
+            assert said == logits_TV.argmax(-1)[answer - 1 :].tolist()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -230,16 +280,24 @@ def _attention_problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return query.bfloat16(), key.bfloat16(), value.bfloat16(), torch.tensor([1, 9, 4], dtype=torch.int32)
 
 
-def test_generation_loops_agree_in_bf16_and_fp32() -> None:
-    """bf16 takes the compiled loops where there is a compiler, fp32 never does."""
+def test_generation_loops_agree_with_torch() -> None:
+    """Sampling, and attention in bf16, take the compiled loops where there is a compiler; attention in fp32 never."""
     query, key, value, lens = _attention_problem()
     fast = decode_attention(query, key, value, lens, scale=0.25)
     slow = decode_attention(query.float(), key.float(), value.float(), lens, scale=0.25)
     torch.testing.assert_close(fast.float(), slow, rtol=1e-2, atol=1e-2)
-    logits = (3 * torch.randn(4, 200, generator=torch.Generator().manual_seed(1))).bfloat16()
-    options = {"temperature_B": torch.zeros(4), "top_p_B": torch.ones(4), "uniform_B": torch.rand(4).double()}
-    for a, b in zip(sample_rows(logits, **options), sample_rows(logits.float(), **options), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    generator = torch.Generator().manual_seed(1)
+    distinct = torch.stack([torch.randperm(200, generator=generator) for _ in range(40)])  # ties have no order
+    logits = (distinct / 16).bfloat16()
+    options = {
+        "temperature_B": torch.tensor([0.0, 1.0, 0.7, 1.3]).repeat(10),
+        "top_p_B": torch.tensor([1.0, 0.9, 0.8, 0.95]).repeat(10),  # without top-p they go through ids in other orders
+        "uniform_B": torch.rand(40, dtype=torch.float64, generator=generator),
+    }
+    expected = _sample_rows_torch(logits.float(), **options)
+    for given in (logits, logits.float()):
+        for a, b in zip(sample_rows(given, **options), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

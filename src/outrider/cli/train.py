@@ -15,7 +15,10 @@ import torch
 import typer
 
 from outrider.cli.json_output import print_json_line
+from outrider.config import EngineArgs
+from outrider.engine.quantization import resolve_quantization
 from outrider.errors import ConfigError, OutriderError
+from outrider.models.describe import describe_model
 from outrider.models.inspection import inspect_path
 from outrider.models.source import DEFAULT_MODEL
 from outrider.train.generate import GenerationSettings
@@ -32,6 +35,13 @@ class MarkovHead(StrEnum):
     VANILLA = "vanilla"
     GATED = "gated"
     RNN = "rnn"
+
+
+class Quantization(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 class MatmulType(StrEnum):
@@ -57,6 +67,9 @@ def train_command(
     draft_vocab_size: Annotated[int, typer.Option(min=1, help="Vocabulary entries that can be drafted.")] = 16384,
     generate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of data at most, prompts included.")] = 1_400_000,
     generate_minutes: Annotated[float, typer.Option(min=0.0, help="Minutes of generation at most.")] = 20.0,
+    quantization: Annotated[
+        Quantization, typer.Option(help="Weights the target answers with; auto: those it is served with.")
+    ] = Quantization.AUTO,
     lanes: Annotated[int, typer.Option(min=1, help="Sequences generated together.")] = 256,
     max_question_tokens: Annotated[int, typer.Option(min=1, help="Longer questions are dropped.")] = 100,
     max_answer_tokens: Annotated[int, typer.Option(min=2, help="Answers are cut at half of this to all of it.")] = 200,
@@ -94,7 +107,7 @@ def train_command(
         Path | None, typer.Option(help="JSON lines with turns: measure closed-loop acceptance on the first ones.")
     ] = None,
     evaluate_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt of that measurement.")] = 128,
-    dtype: Annotated[MatmulType, typer.Option(help="Type of the matmuls.")] = MatmulType.BFLOAT16,
+    dtype: Annotated[MatmulType, typer.Option(help="Type of training's matmuls.")] = MatmulType.BFLOAT16,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's own choice.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of data, anchors and order.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
@@ -104,6 +117,8 @@ def train_command(
         if threads:
             torch.set_num_threads(threads)
         layers = inspect_path(model).decoder.num_layers
+        args = EngineArgs(model=model, quantization=quantization.value)
+        answers_in = resolve_quantization(args, describe_model(model), device="cpu")
         taps = _integers("target_layer_ids", target_layer_ids) or evenly_spaced_layers(layers, 3)
         starts = _integers("init_layer_ids", init_layer_ids) or (layers - 2, layers - 1)
         for name, ids in (("target_layer_ids", taps), ("init_layer_ids", starts)):
@@ -128,6 +143,7 @@ def train_command(
                 question_temperature=0.75,
                 question_top_p=0.95,
                 own_question_share=own_question_share,
+                quantization=answers_in,
                 seed=seed,
             ),
             generate_tokens=generate_tokens,

@@ -203,8 +203,9 @@ def quantised_target(model: Decoder, quantization: QuantizationName) -> Decoder 
     """``model`` itself without a quantization; with one, torch has a single thread from here on in this process."""
     if quantization == "none":
         return model
+    kernels = required_kernels()  # first: they take as many threads as torch has
     _leave_cores_to_kernels()
-    return NativeDecoder.of(required_kernels(), model, quantization=quantization)
+    return NativeDecoder.of(kernels, model, quantization=quantization)
 
 
 def _load(config: EngineConfig, parallel: ParallelState, device: torch.device) -> LoadedModel:

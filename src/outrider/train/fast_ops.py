@@ -1,9 +1,9 @@
 """Two inner loops of data generation, in C++ where a compiler is at hand and in torch everywhere.
 
 Contract: ``decode_attention`` and ``sample_rows`` mean the same with and without the compiled library; the compiled
-one only exists for bf16 on the CPU and is about ten times faster there (torch's fused attention is built for long
-queries, and generation asks for one query row per sequence). The library is built once per process into a temporary
-directory; without a compiler, or if the build fails, the torch path is used and said so in the log.
+one only exists on the CPU (of attention only for bf16) and is about ten times faster there: torch's fused attention is
+built for long queries, and generation asks for one query row per sequence. Without a compiler, or if the build fails,
+the torch path is used and said so in the log.
 
 Shape legend: B sequences, L longest context, H query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -27,16 +27,15 @@ static void attend(const bf16* query, const bf16* key, const bf16* value, const 
   #pragma omp parallel for schedule(dynamic, 8)
   for (int unit = 0; unit < B * K; ++unit) {
     const int b = unit / K, k = unit % K, n = lens[b];
-    static thread_local std::vector<float> q, acc, score;
-    q.resize(D); acc.resize(D); score.resize(n);
+    static thread_local std::vector<float> kept;
+    kept.resize(2 * D + n);
+    float *qp = kept.data(), *ap = qp + D, *score = ap + D;
     const size_t stride = size_t(K) * D;
     const bf16* kb = key + (size_t(b) * longest * K + k) * D;
     const bf16* vb = value + (size_t(b) * longest * K + k) * D;
     for (int g = 0; g < G; ++g) {
       const size_t head = (size_t(b) * H + k * G + g) * D;
-      for (int d = 0; d < D; ++d) q[d] = scale * up(query[head + d]), acc[d] = 0.f;
-      const float* qp = q.data();
-      float* ap = acc.data();
+      for (int d = 0; d < D; ++d) qp[d] = scale * up(query[head + d]), ap[d] = 0.f;
       float top = -INFINITY, total = 0.f;
       for (int l = 0; l < n; ++l) {
         const bf16* row = kb + l * stride;
@@ -62,14 +61,18 @@ extern "C" void decode_attention(const bf16* query, const bf16* key, const bf16*
   (D == 64 ? attend<64> : D == 128 ? attend<128> : attend<0>)(query, key, value, lens, out, B, H, K, D, longest, scale);
 }
 
+static inline float up(float x) { return x; }
+
 // logits [B, V]; one temperature, top-p and uniform number a row -> logsumexp at temperature 1, sampled id
-extern "C" void sample_rows(const bf16* logits, const float* temperature, const float* top_p, const double* uniform,
-                            float* lse, int64_t* token, int B, int V) {
+template <typename T>
+static void sample(const T* logits, const float* temperature, const float* top_p, const double* uniform, float* lse,
+                   int64_t* token, int B, int V) {
   #pragma omp parallel for schedule(dynamic, 1)
   for (int b = 0; b < B; ++b) {
-    const bf16* row = logits + size_t(b) * V;
-    static thread_local std::vector<float> x, w;  // kept between rows: fresh pages cost more than the arithmetic
-    x.resize(V); w.resize(V);
+    const T* row = logits + size_t(b) * V;
+    static thread_local std::vector<float> kept;  // between rows: fresh pages cost more than the arithmetic
+    kept.resize(2 * size_t(V));
+    float *x = kept.data(), *w = x + V;
     for (int v = 0; v < V; ++v) x[v] = up(row[v]);
     float top = x[0];
     for (int v = 1; v < V; ++v) top = std::max(top, x[v]);
@@ -77,7 +80,7 @@ extern "C" void sample_rows(const bf16* logits, const float* temperature, const 
     for (int v = 0; v < V; ++v) { w[v] = expf(x[v] - top); total += w[v]; }
     lse[b] = top + logf(total);
     if (temperature[b] == 0.f) {
-      token[b] = std::find(x.begin(), x.end(), top) - x.begin();
+      token[b] = std::find(x, x + V, top) - x;
       continue;
     }
     const float inverse = 1.f / temperature[b];
@@ -109,10 +112,20 @@ extern "C" void sample_rows(const bf16* logits, const float* temperature, const 
         left -= w[v];
         if (left < 0) break;
       }
-      if (pick < 0) pick = std::find(x.begin(), x.end(), top) - x.begin();  // rounding at the very end of the range
+      if (pick < 0) pick = std::find(x, x + V, top) - x;  // rounding at the very end of the range
     }
     token[b] = pick;
   }
+}
+
+extern "C" void sample_rows_bf16(const bf16* logits, const float* temperature, const float* top_p,
+                                 const double* uniform, float* lse, int64_t* token, int B, int V) {
+  sample(logits, temperature, top_p, uniform, lse, token, B, V);
+}
+
+extern "C" void sample_rows_fp32(const float* logits, const float* temperature, const float* top_p,
+                                 const double* uniform, float* lse, int64_t* token, int B, int V) {
+  sample(logits, temperature, top_p, uniform, lse, token, B, V);
 }
 """
 
@@ -155,12 +168,20 @@ def sample_rows(
     temperature and top_p fp32 [B], uniform fp64 [B] in [0, 1): the draw is the inverse of the cumulative distribution.
     """
     B, V = logits_BV.shape
-    library = _library() if logits_BV.dtype == torch.bfloat16 and logits_BV.device.type == "cpu" else None
+    library = _library() if logits_BV.device.type == "cpu" else None
     if library is not None:
+        run = {torch.bfloat16: library.sample_rows_bf16, torch.float32: library.sample_rows_fp32}[logits_BV.dtype]
         logits_BV = logits_BV.contiguous()
         lse_B, token_B = torch.empty(B), torch.empty(B, dtype=torch.int64)
-        library.sample_rows(*pointers(logits_BV, temperature_B, top_p_B, uniform_B, lse_B, token_B), B, V)
+        run(*pointers(logits_BV, temperature_B, top_p_B, uniform_B, lse_B, token_B), B, V)
         return lse_B, token_B
+    return _sample_rows_torch(logits_BV, temperature_B=temperature_B, top_p_B=top_p_B, uniform_B=uniform_B)
+
+
+def _sample_rows_torch(
+    logits_BV: Tensor, *, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    V = logits_BV.shape[1]
     logits_BV = logits_BV.float()
     lse_B = torch.logsumexp(logits_BV, -1)
     greedy_B = logits_BV.argmax(-1)

@@ -1,5 +1,7 @@
 """The target asks, the target answers: batched generation that records features as it goes.
 
+The target runs in compiled passes over quantised weights, as it is served, or in torch.
+
 Contract: a fixed number of lanes, each with its own static stretch of keys and values. Every step feeds each lane one
 token and takes one: from the lane's script while that has one (template text, given questions), else sampled. A lane
 whose question is the target's own samples it until the end of the user's turn; then the rest of the chat template is
@@ -13,21 +15,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.batch.expert_metadata import ExpertMetadata
+from outrider.config import QuantizationName
 from outrider.errors import ConfigError
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
+from outrider.models.native_decoder import NativeDecoder
 from outrider.models.tokenizer import Tokenizer
 from outrider.train.data import SequenceRows, TokenStore
 from outrider.train.fast_ops import decode_attention, sample_rows
 from outrider.train.prompts import QuestionFilter
 
 _PATIENCE = 5000  # given questions refused in a row before giving up
+_LOGIT_ROWS = 64  # whose logits exist at the same time: memory of hundreds would come fresh from the system every step
 _MARK = "\u241eQUESTION\u241e"
 
 
@@ -40,6 +46,7 @@ class GenerationSettings:
     question_temperature: float
     question_top_p: float
     own_question_share: float  # of the questions, how many the target asks itself
+    quantization: QuantizationName  # of the target that answers
     seed: int
 
 
@@ -99,7 +106,7 @@ class Lanes:
 
     def __init__(
         self,
-        target: Decoder,
+        target: Decoder | NativeDecoder,
         frame: ChatFrame,
         settings: GenerationSettings,
         *,
@@ -123,9 +130,9 @@ class Lanes:
                 f"{config.max_position_embeddings}"
             )
         B, L = settings.lanes, self.longest
-        dtype = target.embed_tokens.weight.dtype
+        dtype = torch.bfloat16 if isinstance(target, NativeDecoder) else target.embed_tokens.weight.dtype
         shape = (B * L, config.num_kv_heads, config.head_dim)
-        self.kv = [LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in target.layers]
+        self.kv = [LayerKV(*torch.zeros(2, *shape, dtype=dtype)) for _ in range(config.num_layers)]
         self.tokens_BL = torch.zeros(B, L, dtype=torch.int64)
         self.script_BL = torch.full((B, L), -1, dtype=torch.int64)
         self.taps_BLF = torch.zeros(B, L, len(tap_layer_ids) * config.hidden_size, dtype=torch.bfloat16)
@@ -174,13 +181,24 @@ class Lanes:
         )
         self.taps_BLF[lane_B, position_B] = output.taps_NF.to(torch.bfloat16)
         self.hidden_BLD[lane_B, position_B] = output.hidden_ND.to(torch.bfloat16)
-        logits_BV = torch.nn.functional.linear(output.hidden_ND, self.target.lm_head.weight)
-        return sample_rows(
-            logits_BV,
-            temperature_B=self.temperature_B,
-            top_p_B=self.top_p_B,
-            uniform_B=torch.rand(B, dtype=torch.float64, generator=self.generator),
-        )
+        uniform_B = torch.rand(B, dtype=torch.float64, generator=self.generator)
+        parts = [
+            sample_rows(
+                self._logits(output.hidden_ND[part]),
+                temperature_B=self.temperature_B[part],
+                top_p_B=self.top_p_B[part],
+                uniform_B=uniform_B[part],
+            )
+            for part in (slice(start, start + _LOGIT_ROWS) for start in range(0, B, _LOGIT_ROWS))
+        ]
+        lse_B, sampled_B = (torch.cat(found) for found in zip(*parts, strict=True))
+        return lse_B, sampled_B
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        """[B, V] in the type the target computes them in: of bf16 ones a copy in fp32 would cost as much again."""
+        if isinstance(self.target, NativeDecoder):
+            return self.target.compute_logits(hidden_BD)
+        return torch.nn.functional.linear(hidden_BD, self.target.lm_head.weight)
 
     def _take(self, lse_B: Tensor, sampled_B: Tensor, store: TokenStore) -> bool:
         """Advance every lane by its next token; False when the store is full."""
@@ -251,7 +269,7 @@ class Lanes:
 
 
 def generate(
-    target: Decoder,
+    target: Decoder | NativeDecoder,
     tokenizer: Tokenizer,
     store: TokenStore,
     settings: GenerationSettings,
@@ -281,8 +299,7 @@ def generate(
         return question_filter.admit(tokenizer.decode(ids, skip_special_tokens=False))
 
     started = time.monotonic()
-    backend, target.backend = target.backend, StaticAttention(settings.lanes)
-    try:
+    with _lane_attention(target, settings.lanes):
         lanes = Lanes(
             target,
             ChatFrame.of(tokenizer),
@@ -293,5 +310,16 @@ def generate(
             admit=admit,
         )
         lanes.run(store, stop=lambda _: time.monotonic() - started > max_seconds, report=report)
+
+
+@contextmanager
+def _lane_attention(target: Decoder | NativeDecoder, lanes: int) -> Iterator[None]:
+    """Within it a torch target attends over lanes; compiled passes have an attention of their own, to any layout."""
+    if isinstance(target, NativeDecoder):
+        yield
+        return
+    backend, target.backend = target.backend, StaticAttention(lanes)
+    try:
+        yield
     finally:
         target.backend = backend

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from outrider.config import DrafterConfig, MarkovHeadType
+from outrider.engine.quantization import quantised_target
 from outrider.errors import ConfigError
 from outrider.layers.attention.registry import get_attention_backend
 from outrider.logger import get_logger
@@ -145,7 +146,10 @@ class Run:
             store = TokenStore.open(folder)
             logger.info("using %d answer tokens generated before", store.answer_tokens)
             return store
-        loaded = load_model(recipe.model, dtype="bfloat16" if recipe.dtype == "bfloat16" else "float32")
+        quantization = recipe.generation.quantization
+        # What is packed is loaded in float32, the only type that holds quantised files exactly.
+        in_bf16 = quantization == "none" and recipe.dtype == "bfloat16"
+        loaded = load_model(recipe.model, dtype="bfloat16" if in_bf16 else "float32")
         config = loaded.config
         shape = StoreShape(
             capacity=recipe.generate_tokens,
@@ -158,13 +162,16 @@ class Run:
             questions.admit(text)
         seed = recipe.generation.seed + len(store.spans)  # an interrupted run goes on with new questions
         began = time.monotonic()
+        threads = torch.get_num_threads()
+        target = quantised_target(loaded.model, quantization)
+        torch.set_num_threads(threads)  # sampling and the training that follows need all of them
         with progress_bar("generate", recipe.generate_tokens) as advance:
 
             def report(_tokens: int) -> None:
                 advance(store.used, f"{store.answer_tokens} answer tokens")
 
             generate(
-                loaded.model,
+                target,
                 loaded.tokenizer,
                 store,
                 replace(recipe.generation, seed=seed),
