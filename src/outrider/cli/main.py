@@ -4,8 +4,11 @@ answers at once. Errors a user can meet end in one line on stderr, with ``--json
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -50,12 +53,24 @@ def build_app(verb: str) -> typer.Typer:
         if name != verb:
             app.command(name=name, help=entry.help)(_not_imported)
             continue
-        target = getattr(importlib.import_module(entry.module), entry.attribute)
+        with _collector_paused():
+            target = getattr(importlib.import_module(entry.module), entry.attribute)
         if isinstance(target, typer.Typer):
             app.add_typer(target, name=name, help=entry.help)
         else:
             app.command(name=name, help=target.__doc__)(target)
     return app
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """What modules make while they are imported stays: looking for garbage in it takes a sixth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _print_version(asked: bool) -> None:

@@ -36,7 +36,7 @@ from outrider.train.prompts import FileQuestions, QuestionFilter, TemplatedQuest
 from outrider.train.trainer import HeldOut, Trainer, TrainSettings, read_state
 
 logger = get_logger(__name__)
-_SELF_TEST_QUESTIONS = 6
+_SELF_TEST_QUESTIONS, _SELF_TEST_TOKENS = 4, 32  # every start of an engine decodes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ class Run:
         texts = TemplatedQuestions(seed=recipe.training.seed + 1)
         plan = SelfTestPlan(
             prompts=tuple(_framed(frame, loaded, next(texts)) for _ in range(_SELF_TEST_QUESTIONS)),
-            max_tokens=48,
+            max_tokens=_SELF_TEST_TOKENS,
             share=0.75,
         )
         selftest = plan.result(self._closed_loop(loaded, measured, plan.prompts, 0.0, plan.max_tokens))
