@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 from outrider.bench.peers.protocol import CannotRunError, Limits, Peer, Workload
@@ -61,14 +62,14 @@ class LoadedLlamaCpp:
     def generate(self, workload: Workload) -> Run:
         context = self._context(workload.streams)
         waiting = deque(enumerate(workload.prompts))
-        free = list(range(workload.streams))
+        free = list(range(workload.streams))  # a heap: the lowest is taken
         active: dict[int, _Stream] = {}  # by sequence
         served: dict[int, Served] = {}
         began = time.perf_counter()
         while waiting or active:
             while waiting and free:
                 index, prompt = waiting.popleft()
-                sequence = free.pop()
+                sequence = heappop(free)
                 active[sequence] = self._start(context, sequence, index, prompt, workload, began)
             for sequence, stream in list(active.items()):
                 if len(stream.token_ids) == workload.max_tokens:
@@ -76,7 +77,9 @@ class LoadedLlamaCpp:
                     self._c.llama_sampler_free(stream.sampler)
                     self._c.llama_memory_seq_rm(self._c.llama_get_memory(context), sequence, -1, -1)
                     del active[sequence]
-                    free.append(sequence)
+                    heappush(free, sequence)
+            # In ascending order: of others llama.cpp runs each sequence in a pass of its own.
+            active = dict(sorted(active.items()))
             if active and not (free and waiting):
                 self._decode(context, [(s.token_ids[-1], s.position, sequence, True) for sequence, s in active.items()])
                 for row, stream in enumerate(active.values()):
