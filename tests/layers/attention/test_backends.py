@@ -139,6 +139,23 @@ def test_one_request_full_of_nan_leaves_the_others_alone(backend: AttentionBacke
     torch.testing.assert_close(out[1:], expected[1:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("what", ["key", "value"])
+@pytest.mark.parametrize("bits", [torch.nan, torch.inf])
+def test_a_position_that_is_not_finite_reaches_only_rows_that_see_it(
+    backend: AttentionBackend, what: str, bits: float
+) -> None:
+    """Rows of a verify window: the anchor's must not notice what a draft behind it left in the pool."""
+    query, kv, metadata, expected = causal_case([4, 2], [20, 9])
+    pool = kv.key_SHD if what == "key" else kv.value_SHD
+    pool[slots_of(metadata.block_tables_RB[0], 20)[18], 1] = bits
+    out = backend.causal(query, kv, metadata, scale=SCALE)
+    unaffected = [0, 1, 4, 5]  # rows 2 and 3 stand at positions 18 and 19
+    torch.testing.assert_close(out[unaffected], expected[unaffected], rtol=1e-5, atol=1e-5)
+    heads = slice(HEADS // KV_HEADS, 2 * (HEADS // KV_HEADS))  # those that share the second key head
+    if what == "value" or bits != bits:  # an infinite key may as well take all weight away from itself
+        assert not out[2:4, heads].isfinite().any()
+
+
 def test_metadata_refreshed_in_place_is_noticed(backend: AttentionBackend) -> None:
     """A captured runner keeps one metadata object and rewrites its tensors."""
     query, kv, metadata, expected = causal_case([1, 1], [6, 11])

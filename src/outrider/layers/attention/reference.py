@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
+from outrider.layers.attention.masked import masked_attention
 
 _PIECE_ROWS = 128  # a long prefill is cut so that early rows do not pay for positions only late ones see
 _GROUP_POSITIONS = 8192  # keys gathered per call: bounds the copies that a large batch needs at once
@@ -137,9 +137,7 @@ def _attend(
     query = _gather(query_NHD, group.rows_RL).view(requests, rows, kv_heads, share, head_dim)
     query = query.permute(0, 2, 3, 1, 4).reshape(requests, kv_heads, share * rows, head_dim)  # [R, Hkv, G * L, D]
     mask = group.mask_R1LT.expand(-1, share, -1, -1).reshape(requests, 1, share * rows, -1)  # [R, 1, G * L, T]
-    attention = F.scaled_dot_product_attention(
-        query, key_RTHD.transpose(1, 2), value_RTHD.transpose(1, 2), attn_mask=mask, scale=scale
-    )
+    attention = masked_attention(query, key_RTHD.transpose(1, 2), value_RTHD.transpose(1, 2), mask, scale=scale)
     attention = attention.view(requests, kv_heads, share, rows, head_dim).permute(0, 3, 1, 2, 4)
     out_NHD[group.out_rows_X] = attention.reshape(requests * rows, heads, head_dim)[group.out_index_X]
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
+from outrider.layers.attention.masked import guarded_attention
 
 _CALL_POSITIONS = 1 << 16  # context positions gathered per call
 _CALL_SCORES = 1 << 26  # rows times positions of a call: back ends without a fused kernel for the mask keep them all
@@ -130,11 +131,11 @@ def _attend(query_RLHD: Tensor, key_RTHD: Tensor, value_RTHD: Tensor, visible_RL
     share = heads // kv_heads
     query = query_RLHD.view(requests, rows, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
     mask = visible_RLT[:, None, None].expand(-1, -1, share, -1, -1).flatten(2, 3)  # [R, 1, G * L, T]
-    attention = F.scaled_dot_product_attention(
+    attention = guarded_attention(
         query.reshape(requests, kv_heads, share * rows, head_dim),
         key_RTHD.transpose(1, 2),
         value_RTHD.transpose(1, 2),
-        attn_mask=mask,
+        mask,
         scale=scale,
     )
     attention = attention.view(requests, kv_heads, share, rows, head_dim).permute(0, 3, 1, 2, 4)

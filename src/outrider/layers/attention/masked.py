@@ -1,0 +1,35 @@
+"""Scaled dot-product attention in which a position a row may not see cannot matter, whatever its bits.
+
+A masked position gets weight 0, and torch multiplies its value by that all the same: 0 x NaN is NaN. In a verify pass
+a rejected draft lies behind its anchor, so keys and values of its that are not finite would end the anchor's request,
+which the target alone would have answered.
+
+Shape legend: R requests, H heads, Q query rows, T positions, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def masked_attention(
+    query_RHQD: Tensor, key_RHTD: Tensor, value_RHTD: Tensor, mask_R1QT: Tensor, *, scale: float
+) -> Tensor:
+    """[R, H, Q, D]. The usual case costs a look at the result; it is read on the host."""
+    out = F.scaled_dot_product_attention(query_RHQD, key_RHTD, value_RHTD, attn_mask=mask_R1QT, scale=scale)
+    if bool(out.isfinite().all()):
+        return out
+    return guarded_attention(query_RHQD, key_RHTD, value_RHTD, mask_R1QT, scale=scale)
+
+
+def guarded_attention(
+    query_RHQD: Tensor, key_RHTD: Tensor, value_RHTD: Tensor, mask_R1QT: Tensor, *, scale: float
+) -> Tensor:
+    """The same without reading anything on the host, as a captured pass needs it."""
+    finite_RHT = key_RHTD.isfinite().all(-1) & value_RHTD.isfinite().all(-1)
+    key_RHTD, value_RHTD = (torch.where(finite_RHT[..., None], part, 0.0) for part in (key_RHTD, value_RHTD))
+    out = F.scaled_dot_product_attention(query_RHQD, key_RHTD, value_RHTD, attn_mask=mask_R1QT, scale=scale)
+    sees_bad_RHQ = (mask_R1QT & ~finite_RHT[:, :, None]).any(-1)
+    return torch.where(sees_bad_RHQ[..., None], torch.nan, out)
