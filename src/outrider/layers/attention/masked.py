@@ -32,4 +32,4 @@ def guarded_attention(
     key_RHTD, value_RHTD = (torch.where(finite_RHT[..., None], part, 0.0) for part in (key_RHTD, value_RHTD))
     out = F.scaled_dot_product_attention(query_RHQD, key_RHTD, value_RHTD, attn_mask=mask_R1QT, scale=scale)
     sees_bad_RHQ = (mask_R1QT & ~finite_RHT[:, :, None]).any(-1)
-    return torch.where(sees_bad_RHQ[..., None], torch.nan, out)
+    return out.masked_fill(sees_bad_RHQ[..., None], torch.nan)
