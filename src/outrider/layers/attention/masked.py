@@ -31,5 +31,5 @@ def guarded_attention(
     finite_RHT = key_RHTD.isfinite().all(-1) & value_RHTD.isfinite().all(-1)
     key_RHTD, value_RHTD = (torch.where(finite_RHT[..., None], part, 0.0) for part in (key_RHTD, value_RHTD))
     out = F.scaled_dot_product_attention(query_RHQD, key_RHTD, value_RHTD, attn_mask=mask_R1QT, scale=scale)
-    sees_bad_RHQ = (mask_R1QT & ~finite_RHT[:, :, None]).any(-1)
+    sees_bad_RHQ = (mask_R1QT & finite_RHT.logical_not()[:, :, None]).any(-1)
     return out.masked_fill(sees_bad_RHQ[..., None], torch.nan)
