@@ -287,8 +287,9 @@ class Run:
         measurements = self._measure(loaded, measured, frame)
         training = {
             "answer_tokens": store.answer_tokens,
-            "sequences": len(store.spans),
+            "answers": len(store.spans),
             "answer_temperatures": list(recipe.generation.temperatures),
+            "answer_quantization": recipe.generation.quantization,
             "steps": trainer.step,
             "minutes_generating": round(self.seconds["generate"] / 60, 1),
             "minutes_training": round(self.seconds["train"] / 60, 1),
