@@ -79,7 +79,18 @@ def test_trains_exports_and_resumes(target: Path, tmp_path: Path) -> None:
     assert "already holds a run" in str(refused["error"])
     changed = _run(target, tmp_path / "run", "--resume", "--learning-rate", "0.5")
     assert changed["exit"] == 1
-    assert "learning_rate" in str(changed["error"])
+    assert "training.learning_rate=0.001, not 0.5" in str(changed["error"])
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())
+    answered_in = settings["settings"]["generation"].pop("quantization")
+    (tmp_path / "run" / "run.json").write_text(json.dumps(settings))  # as a run from before there was a choice
+    old = _run(target, tmp_path / "run", "--resume", "--quantization", "none")
+    assert old["exit"] == 0, old
+    settings["settings"]["generation"]["quantization"] = answered_in
+    (tmp_path / "run" / "run.json").write_text(json.dumps(settings))
+    if answered_in != "none":
+        other = _run(target, tmp_path / "run", "--resume", "--quantization", "none")
+        assert other["exit"] == 1
+        assert f"generation.quantization={answered_in!r}, not 'none'" in str(other["error"])
     resumed = _run(target, tmp_path / "run", "--resume")
     assert resumed["exit"] == 0, resumed
     assert resumed["held_out"] == summary["held_out"]

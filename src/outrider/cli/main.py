@@ -65,12 +65,14 @@ def build_app(verb: str) -> typer.Typer:
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """What modules make while they are imported stays: looking for garbage in it takes a sixth of the time."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-    finally:
         gc.freeze()
-        gc.enable()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _print_version(asked: bool) -> None:

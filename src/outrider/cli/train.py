@@ -68,7 +68,10 @@ def train_command(
     generate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of data at most, prompts included.")] = 1_400_000,
     generate_minutes: Annotated[float, typer.Option(min=0.0, help="Minutes of generation at most.")] = 20.0,
     quantization: Annotated[
-        Quantization, typer.Option(help="Weights the target answers with; auto: those it is served with.")
+        Quantization,
+        typer.Option(
+            help="Weights the target answers with, whatever --dtype; auto: those it is served with, none: --dtype's."
+        ),
     ] = Quantization.AUTO,
     lanes: Annotated[int, typer.Option(min=1, help="Sequences generated together.")] = 256,
     max_question_tokens: Annotated[int, typer.Option(min=1, help="Longer questions are dropped.")] = 100,
@@ -107,7 +110,9 @@ def train_command(
         Path | None, typer.Option(help="JSON lines with turns: measure closed-loop acceptance on the first ones.")
     ] = None,
     evaluate_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt of that measurement.")] = 128,
-    dtype: Annotated[MatmulType, typer.Option(help="Type of training's matmuls.")] = MatmulType.BFLOAT16,
+    dtype: Annotated[
+        MatmulType, typer.Option(help="Type of training's matmuls, and of an unquantised target's weights.")
+    ] = MatmulType.BFLOAT16,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's own choice.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of data, anchors and order.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,

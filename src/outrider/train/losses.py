@@ -1,8 +1,8 @@
 """The drafter's losses over many slots at once, with analytic gradients and no autograd graph over the vocabulary.
 
 Per slot, with draft distribution q over the draft vocabulary, teacher p over the full one (only its draft rows are
-read; ``lse`` is the exact log-sum-exp of all its logits, so mass outside the draft vocabulary stays missing), and the
-token that followed as label:
+read; ``lse`` is the log-sum-exp of all its logits, so mass outside the draft vocabulary stays missing; where compiled
+passes made it, by their int8 head), and the token that followed as label:
 
     l1 * (sum |q - p| + p outside)  +  kl * sum p log(p / q)  +  ce * -log q(label)
 

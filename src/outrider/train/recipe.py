@@ -110,12 +110,9 @@ class Run:
         if not resume:
             raise ConfigError(f"output: {self.folder} already holds a run; use --resume or another directory")
         saved = json.loads(path.read_text())
-        wanted = self.recipe.settings()
-        for part, values in wanted.items():
-            if saved["settings"][part] != values:
-                raise ConfigError(
-                    f"resume: {self.folder} was started with {part}={saved['settings'][part]}, not {values}"
-                )
+        saved["settings"]["generation"].setdefault("quantization", "none")  # runs from before there was a choice
+        for part, values in self.recipe.settings().items():
+            _require_same(saved["settings"][part], values, where=f"resume: {self.folder}", part=part)
         self.seconds, self.store_full = saved["seconds"], saved["store_full"]
 
     def _write(self) -> None:
@@ -163,8 +160,10 @@ class Run:
         seed = recipe.generation.seed + len(store.spans)  # an interrupted run goes on with new questions
         began = time.monotonic()
         threads = torch.get_num_threads()
-        target = quantised_target(loaded.model, quantization)
-        torch.set_num_threads(threads)  # sampling and the training that follows need all of them
+        try:
+            target = quantised_target(loaded.model, quantization)
+        finally:
+            torch.set_num_threads(threads)  # sampling and the training that follows need all of them
         with progress_bar("generate", recipe.generate_tokens) as advance:
 
             def report(_tokens: int) -> None:
@@ -350,6 +349,15 @@ class Run:
             seed=self.recipe.training.seed,
         )
         return totals.accepted_length
+
+
+def _require_same(saved: Any, wanted: Any, *, where: str, part: str) -> None:
+    """Name the setting that differs, not all that lie around it."""
+    if isinstance(saved, dict) and isinstance(wanted, dict) and saved.keys() == wanted.keys():
+        for key, value in wanted.items():
+            _require_same(saved[key], value, where=where, part=f"{part}.{key}")
+    elif saved != wanted:
+        raise ConfigError(f"{where} was started with {part}={saved!r}, not {wanted!r}; give it as it was")
 
 
 def stored_questions(store: TokenStore, loaded: LoadedModel) -> Iterator[str]:

@@ -156,6 +156,16 @@ def test_a_position_that_is_not_finite_reaches_only_rows_that_see_it(
         assert not out[2:4, heads].isfinite().any()
 
 
+def test_a_masked_key_whose_score_overflows_reaches_only_rows_that_see_it() -> None:
+    """And rows of other requests keep their bits. Only the reference promises this: it looks at its result."""
+    query, kv, metadata, expected = causal_case([4, 2], [20, 9])
+    before = ReferenceAttention().causal(query, kv, metadata, scale=SCALE)
+    kv.key_SHD[slots_of(metadata.block_tables_RB[0], 20)[19], 0] = torch.finfo(torch.float32).max
+    out = ReferenceAttention().causal(query, kv, metadata, scale=SCALE)
+    torch.testing.assert_close(out[:3], expected[:3], rtol=1e-5, atol=1e-5)
+    assert torch.equal(out[4:], before[4:])
+
+
 def test_metadata_refreshed_in_place_is_noticed(backend: AttentionBackend) -> None:
     """A captured runner keeps one metadata object and rewrites its tensors."""
     query, kv, metadata, expected = causal_case([1, 1], [6, 11])
