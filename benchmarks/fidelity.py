@@ -43,6 +43,7 @@ from outrider.engine.llm import LLM
 from outrider.engine.quantization import quantised_target, required_kernels
 from outrider.layers.attention.interface import CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
+from outrider.models.interface import DecoderOutput
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.source import LoadedModel, load_model, resolve_model
 from outrider.sampling_params import SamplingParams
@@ -119,8 +120,10 @@ class Total:
 
 
 @torch.inference_mode()
-def logits(model: Decoder | NativeDecoder, token_ids: Tensor, kv_dtype: torch.dtype) -> Tensor:
-    """fp32 [N, V] of one window in one pass."""
+def whole_pass(
+    model: Decoder | NativeDecoder, token_ids: Tensor, kv_dtype: torch.dtype, tap_layer_ids: tuple[int, ...] = ()
+) -> DecoderOutput:
+    """One sequence alone, from its first token, in one pass."""
     length, config = token_ids.shape[0], model.config
     shape = (length, config.num_kv_heads, config.head_dim)
     pool = [
@@ -136,8 +139,15 @@ def logits(model: Decoder | NativeDecoder, token_ids: Tensor, kv_dtype: torch.dt
         max_query_len=length,
         max_seq_len=length,
     )
-    output = model(token_ids, torch.arange(length), pool, metadata, (), ExpertMetadata.single(length))
-    return model.compute_logits(output.hidden_ND).float()
+    experts = ExpertMetadata.single(length)
+    output: DecoderOutput = model(token_ids, torch.arange(length), pool, metadata, tap_layer_ids, experts)
+    return output
+
+
+@torch.inference_mode()
+def logits(model: Decoder | NativeDecoder, token_ids: Tensor, kv_dtype: torch.dtype) -> Tensor:
+    """fp32 [N, V] of one window in one pass."""
+    return model.compute_logits(whole_pass(model, token_ids, kv_dtype).hidden_ND).float()
 
 
 def own_logits(model: Decoder | NativeDecoder, kv_dtype: torch.dtype, *, threads: int) -> Logits:

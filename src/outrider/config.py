@@ -11,13 +11,14 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from outrider.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16"]
 DeviceName = Literal["cpu", "cuda"]
 QuantizationName = Literal["none", "int8", "int4"]
+QuantizationOption = Literal["auto", "none", "int8", "int4"]
 ProposerName = Literal["none", "lookup", "dspark"]
 All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
@@ -168,7 +169,7 @@ class EngineArgs:
     draft_self_test: bool = True
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     attention_backend: str = "auto"
-    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    quantization: QuantizationOption = "auto"
     enforce_eager: bool | None = None
     mask_padded_tokens: Literal["auto", "on", "off"] = "auto"
     data_parallel_size: int = 1
@@ -185,7 +186,7 @@ class EngineArgs:
         """Rules that need no checkpoint; the rest is checked by ``engine.setup`` before weights load."""
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
-        _require_choice("quantization", self.quantization, ("auto", "none", "int8", "int4"))
+        _require_choice("quantization", self.quantization, get_args(QuantizationOption))
         _require_choice("mask_padded_tokens", self.mask_padded_tokens, ("auto", "on", "off"))
         _require_choice("all2all_backend", self.all2all_backend, ("allgather_reducescatter", "alltoall"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size", "max_num_waiting",

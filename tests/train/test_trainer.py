@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.fidelity import whole_pass
 from tests.fixtures import HIDDEN, VOCAB, make_rand_target
 from tests.reference_drafter import ReferenceTarget
 from torch import Tensor, nn
 
-from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import DrafterConfig, QuantizationName
-from outrider.layers.attention.interface import CausalMetadata, LayerKV
 from outrider.layers.attention.registry import get_attention_backend
 from outrider.models.decoder import Decoder
 from outrider.models.drafter_checkpoint import load_drafter
@@ -165,19 +164,7 @@ def test_generated_rows_are_what_the_compiled_target_computes(
     assert {span.temperature for span in store.spans} == {0.0, 1.0}
     for span in store.spans:
         tokens = store.tokens_C[span.start : span.stop - 1].long()
-        length, config = len(tokens), native.config
-        shape = (length, config.num_kv_heads, config.head_dim)
-        pools = [LayerKV(*torch.zeros(2, *shape, dtype=torch.bfloat16)) for _ in range(config.num_layers)]
-        metadata = CausalMetadata(
-            query_start_loc_R1=torch.tensor([0, length], dtype=torch.int32),
-            seq_lens_R=torch.tensor([length], dtype=torch.int32),
-            block_tables_RB=torch.zeros(1, 1, dtype=torch.int32),
-            slot_mapping_N=torch.arange(length),
-            kv_block_size=length,
-            max_query_len=length,
-            max_seq_len=length,
-        )
-        output = native.forward(tokens, torch.arange(length), pools, metadata, _TAPS, ExpertMetadata.single(length))
+        output = whole_pass(native, tokens, torch.bfloat16, _TAPS)
         logits_TV = native.compute_logits(output.hidden_ND)
         rows = slice(span.start, span.stop - 1)
         assert torch.equal(store.taps_CF[rows], output.taps_NF.bfloat16())

@@ -15,11 +15,10 @@ import torch
 import typer
 
 from outrider.cli.json_output import print_json_line
-from outrider.config import EngineArgs
+from outrider.config import EngineArgs, QuantizationOption
 from outrider.engine.quantization import resolve_quantization
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.describe import describe_model
-from outrider.models.inspection import inspect_path
 from outrider.models.source import DEFAULT_MODEL
 from outrider.train.generate import GenerationSettings
 from outrider.train.recipe import DrafterShape, Recipe, Run, evenly_spaced_layers
@@ -35,13 +34,6 @@ class MarkovHead(StrEnum):
     VANILLA = "vanilla"
     GATED = "gated"
     RNN = "rnn"
-
-
-class Quantization(StrEnum):
-    AUTO = "auto"
-    NONE = "none"
-    INT8 = "int8"
-    INT4 = "int4"
 
 
 class MatmulType(StrEnum):
@@ -68,11 +60,11 @@ def train_command(
     generate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of data at most, prompts included.")] = 1_400_000,
     generate_minutes: Annotated[float, typer.Option(min=0.0, help="Minutes of generation at most.")] = 20.0,
     quantization: Annotated[
-        Quantization,
+        QuantizationOption,
         typer.Option(
             help="Weights the target answers with, whatever --dtype; auto: those it is served with, none: --dtype's."
         ),
-    ] = Quantization.AUTO,
+    ] = "auto",
     lanes: Annotated[int, typer.Option(min=1, help="Sequences generated together.")] = 256,
     max_question_tokens: Annotated[int, typer.Option(min=1, help="Longer questions are dropped.")] = 100,
     max_answer_tokens: Annotated[int, typer.Option(min=2, help="Answers are cut at half of this to all of it.")] = 200,
@@ -121,9 +113,9 @@ def train_command(
     try:
         if threads:
             torch.set_num_threads(threads)
-        layers = inspect_path(model).decoder.num_layers
-        args = EngineArgs(model=model, quantization=quantization.value)
-        answers_in = resolve_quantization(args, describe_model(model), device="cpu")
+        description = describe_model(model)
+        layers = description.config.num_layers
+        answers_in = resolve_quantization(EngineArgs(model=model, quantization=quantization), description, device="cpu")
         taps = _integers("target_layer_ids", target_layer_ids) or evenly_spaced_layers(layers, 3)
         starts = _integers("init_layer_ids", init_layer_ids) or (layers - 2, layers - 1)
         for name, ids in (("target_layer_ids", taps), ("init_layer_ids", starts)):
