@@ -15,6 +15,7 @@ from outrider.train.losses import (
     confidence_loss,
     distribution_loss,
     slot_weights,
+    teacher_over,
 )
 
 _FULL, _DRAFT, _HIDDEN, _RANK, _SLOTS, _ROWS = 90, 70, 12, 5, 40, 17
@@ -128,8 +129,20 @@ def test_slot_weights_decay() -> None:
     torch.testing.assert_close(slot_weights(3, 2.0), torch.tensor([1.0, 0.60653066, 0.36787944]))
 
 
-def _teacher(x: dict[str, Tensor]) -> Teacher:
-    return Teacher(logits_UV=x["teacher"], lse_U=x["lse"], row_N=x["row"], label_N=x["label"])
+def _highest(x: dict[str, Tensor]) -> Tensor:
+    return (x["teacher"] - x["lse"][:, None]).amax(0)
+
+
+def _teacher(x: dict[str, Tensor], columns: Columns | None) -> Teacher:
+    """Logits as hidden states and the identity as head: their product is the logits."""
+    return teacher_over(
+        columns,
+        hidden_UD=x["teacher"],
+        head_VD=torch.eye(_DRAFT),
+        lse_U=x["lse"],
+        row_N=x["row"],
+        label_N=x["label"],
+    )
 
 
 def _sampled_sum(values_V: Tensor, columns: Columns) -> float:
@@ -141,7 +154,7 @@ def test_columns_hold_every_label_and_stand_for_the_whole_vocabulary() -> None:
     values_V = torch.randn(_DRAFT, generator=torch.Generator().manual_seed(5))
     sums = []
     for seed in range(600):
-        columns = choose_columns(_teacher(x), 56, torch.Generator().manual_seed(seed))
+        columns = choose_columns(_highest(x), x["label"], 56, torch.Generator().manual_seed(seed))
         assert columns is not None
         assert len(set(columns.index_C.tolist())) == 56
         assert set(x["label"].tolist()) - {-1} <= set(columns.index_C[:42].tolist())
@@ -154,8 +167,8 @@ def test_columns_hold_every_label_and_stand_for_the_whole_vocabulary() -> None:
 def test_columns_are_refused_where_they_would_not_hold_the_labels_or_save_nothing() -> None:
     x = _problem()
     generator = torch.Generator().manual_seed(0)
-    assert choose_columns(_teacher(x), _DRAFT, generator) is None
-    assert choose_columns(_teacher(x), 8, generator) is None  # 40 slots have more labels than six
+    assert choose_columns(_highest(x), x["label"], _DRAFT, generator) is None
+    assert choose_columns(_highest(x), x["label"], 8, generator) is None  # 40 slots have more labels than six
 
 
 def test_the_loss_over_columns_and_its_gradients_are_near_the_whole() -> None:
@@ -170,13 +183,13 @@ def test_the_loss_over_columns_and_its_gradients_are_near_the_whole() -> None:
     whole.backward()  # type: ignore[no-untyped-call]
     y["hidden"].requires_grad_()
     y["w2"].requires_grad_()
-    columns = choose_columns(_teacher(y), 64, torch.Generator().manual_seed(1))
+    columns = choose_columns(_highest(y), y["label"], 64, torch.Generator().manual_seed(1))
     part, part_figures = distribution_loss(
         y["hidden"],
         y["features"],
         y["w2"],
         head_VD=y["head"],
-        teacher=_teacher(y),
+        teacher=_teacher(y, columns),
         weight_N=y["weight"],
         weights=weights,
         columns=columns,

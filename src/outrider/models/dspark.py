@@ -23,6 +23,7 @@ of a bin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,8 @@ from outrider.models.decoder import DecoderLayer
 from outrider.ops.compiled_head import CompiledHead
 from outrider.parallel.communicator import SingleRankCommunicator
 from outrider.parallel.state import SINGLE_RANK, ParallelState
+
+_PACKED_ANCHORS = 18  # of each bin, in one call of attention; training
 
 
 class MarkovHead(nn.Module):
@@ -211,7 +214,7 @@ class DSparkDrafter(nn.Module):
         context_ND = self.project_context(taps_BCF.flatten(0, 1))
         context_phase = self.rotary(positions_BC.flatten())
         residual_ND, phase = self._embed_blocks(anchor_ids_BA.flatten(), anchor_positions_BA.flatten())
-        mask_B1QT = _packed_mask(visible_BAC, width=width)
+        parts = _packed_parts(visible_BAC, width=width)
         experts = ExpertMetadata.single(residual_ND.shape[0])
         for layer in self._draft_layers():
             projections = layer.self_attn
@@ -223,7 +226,7 @@ class DSparkDrafter(nn.Module):
                 block_value=value.view(bins, anchors, width, *value.shape[1:]),
                 context_key=context_key.view(bins, context, *context_key.shape[1:]),
                 context_value=context_value.view(bins, context, *context_value.shape[1:]),
-                mask_B1QT=mask_B1QT,
+                parts=parts,
                 scale=projections.scale,
             )
             residual_ND = layer.add_mlp(residual_ND + projections.output(attention.flatten(0, 2)), experts)
@@ -276,6 +279,15 @@ class DSparkDrafter(nn.Module):
         return logits_R
 
 
+class _PackedPart(NamedTuple):
+    """Neighbouring anchors of every bin, and what their rows may see."""
+
+    first: int  # anchors first..stop
+    stop: int
+    seen: int  # context rows 0..seen hold all that any of them sees
+    mask_B1QT: Tensor  # bool, Q = (stop - first) * W query rows, T = seen + Q
+
+
 def _packed_attention(
     query_BAWHE: Tensor,
     *,
@@ -283,34 +295,49 @@ def _packed_attention(
     block_value: Tensor,
     context_key: Tensor,  # [B, C, Hkv, E], as context_value
     context_value: Tensor,
-    mask_B1QT: Tensor,  # bool, Q = A * W query rows, T = C + A * W
+    parts: Sequence[_PackedPart],
     scale: float,
 ) -> Tensor:
     """One softmax over the visible context and the own block: [B, A, W, Hq, E].
 
     Query heads that share a key head are folded into the query rows, so keys and values are never repeated.
     """
-    bins, anchors, width, heads, size = query_BAWHE.shape
+    bins, _, width, heads, size = query_BAWHE.shape
     kv_heads = context_key.shape[2]
-    share, rows = heads // kv_heads, anchors * width
-    key = torch.cat((context_key, block_key.flatten(1, 2)), dim=1).transpose(1, 2)
-    value = torch.cat((context_value, block_value.flatten(1, 2)), dim=1).transpose(1, 2)
-    query = query_BAWHE.reshape(bins, rows, kv_heads, share, size).permute(0, 2, 3, 1, 4)
-    mixed = F.scaled_dot_product_attention(
-        query.reshape(bins, kv_heads, share * rows, size),
-        key,
-        value,
-        attn_mask=mask_B1QT.repeat(1, 1, share, 1),
-        scale=scale,
-    )
-    mixed = mixed.view(bins, kv_heads, share, rows, size).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(bins, anchors, width, heads, size)
+    share = heads // kv_heads
+    mixed_parts: list[Tensor] = []
+    for first, stop, seen, mask_B1QT in parts:
+        rows = (stop - first) * width
+        query = query_BAWHE[:, first:stop].reshape(bins, rows, kv_heads, share, size).permute(0, 2, 3, 1, 4)
+        key = torch.cat((context_key[:, :seen], block_key[:, first:stop].flatten(1, 2)), dim=1)
+        value = torch.cat((context_value[:, :seen], block_value[:, first:stop].flatten(1, 2)), dim=1)
+        mixed = F.scaled_dot_product_attention(
+            query.reshape(bins, kv_heads, share * rows, size),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask_B1QT.repeat(1, 1, share, 1),
+            scale=scale,
+        )
+        mixed = mixed.view(bins, kv_heads, share, rows, size).permute(0, 3, 1, 2, 4)
+        mixed_parts.append(mixed.reshape(bins, stop - first, width, heads, size))
+    return torch.cat(mixed_parts, dim=1)
 
 
-def _packed_mask(visible_BAC: Tensor, *, width: int) -> Tensor:
-    """bool [B, 1, A * W, C + A * W]: an anchor's rows see its context and one another."""
+def _packed_parts(visible_BAC: Tensor, *, width: int) -> list[_PackedPart]:
+    """An anchor's rows see its context and one another.
+
+    In parts, since rows of one part are compared with all blocks of it and with all context that it sees, most of it
+    in vain: the fewer anchors, the less of that.
+    """
     bins, anchors, _ = visible_BAC.shape
-    own_A = torch.arange(anchors, device=visible_BAC.device).repeat_interleave(width)
-    own_QQ = own_A[:, None] == own_A
-    context_BQC = visible_BAC.repeat_interleave(width, dim=1)
-    return torch.cat((context_BQC, own_QQ.expand(bins, -1, -1)), dim=-1)[:, None]
+    parts: list[_PackedPart] = []
+    for first in range(0, anchors, _PACKED_ANCHORS):
+        stop = min(first + _PACKED_ANCHORS, anchors)
+        visible_BPC = visible_BAC[:, first:stop]
+        seen_X = visible_BPC.flatten(0, 1).any(0).nonzero()[:, 0]
+        seen = int(seen_X[-1]) + 1 if len(seen_X) else 0
+        own_P = torch.arange(stop - first, device=visible_BAC.device).repeat_interleave(width)
+        own_BQQ = (own_P[:, None] == own_P).expand(bins, -1, -1)
+        context_BQC = visible_BPC[:, :, :seen].repeat_interleave(width, dim=1)
+        parts.append(_PackedPart(first, stop, seen, torch.cat((context_BQC, own_BQQ), dim=-1)[:, None]))
+    return parts

@@ -3,10 +3,11 @@
 The target runs in compiled passes over quantised weights, as it is served, or in torch.
 
 Contract: a fixed number of lanes, each with its own static stretch of keys and values. Every step feeds each lane one
-token and takes one: from the lane's script while that has one (template text, given questions), else sampled. A lane
-whose question is the target's own samples it until the end of the user's turn; then the rest of the chat template is
-scripted and the answer is sampled at the lane's temperature. Finished lanes start again at the end of the template
-head, whose keys, values and features are the same for every question and stay in place.
+token and takes one: from the lane's script while that has one (template text), else sampled. A lane whose question is
+the target's own samples it until the end of the user's turn; then the rest of the chat template is scripted and the
+answer is sampled at the lane's temperature. Where the question is given, all of it is run at once before the next
+step, without logits: those rows teach nothing, so their log-sum-exp is +inf. Finished lanes start again at the end of
+the template head, whose keys, values and features are the same for every question and stay in place.
 
 Shape legend: B lanes, L longest sequence, F tapped width, D hidden size, H/K heads and key/value heads, S = B * L.
 """
@@ -26,6 +27,7 @@ from outrider.config import QuantizationName
 from outrider.errors import ConfigError
 from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
+from outrider.models.interface import DecoderOutput
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.tokenizer import Tokenizer
 from outrider.train.data import SequenceRows, TokenStore
@@ -34,6 +36,7 @@ from outrider.train.prompts import QuestionFilter
 
 _PATIENCE = 5000  # given questions refused in a row before giving up
 _LOGIT_ROWS = 64  # whose logits exist at the same time: memory of hundreds would come fresh from the system every step
+_FILL_ROWS = 1024  # of given questions in one pass
 _MARK = "\u241eQUESTION\u241e"
 
 
@@ -73,7 +76,10 @@ class ChatFrame:
 
 
 class StaticAttention:
-    """``AttentionBackend`` of the generator: lane b owns slots b * L .. b * L + L, one query row per lane."""
+    """``AttentionBackend`` of the generator: lane b owns slots b * L .. b * L + L.
+
+    One query row for each lane in turn, or stretches of rows for some of them.
+    """
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -83,10 +89,25 @@ class StaticAttention:
         kv.value_SHD.index_copy_(0, slot_mapping_N, value_NHD)
 
     def causal(self, query_NHD: Tensor, kv: LayerKV, metadata: CausalMetadata, *, scale: float) -> Tensor:
-        assert metadata.max_query_len == 1, f"the generator feeds one row a lane, not {metadata.max_query_len}"
         shape = (self.lanes, -1, *kv.key_SHD.shape[1:])
         key, value = kv.key_SHD.view(shape), kv.value_SHD.view(shape)
-        return decode_attention(query_NHD, key, value, metadata.seq_lens_R, scale=scale)
+        if metadata.max_query_len == 1 and len(metadata.seq_lens_R) == self.lanes:
+            return decode_attention(query_NHD, key, value, metadata.seq_lens_R, scale=scale)
+        output_NHD = torch.empty_like(query_NHD)
+        starts = metadata.query_start_loc_R1.tolist()
+        lanes = metadata.block_tables_RB[:, 0].tolist()
+        for start, stop, lane, length in zip(starts, starts[1:], lanes, metadata.seq_lens_R.tolist(), strict=False):
+            before = length - (stop - start)
+            seen_QL = torch.arange(length) <= before + torch.arange(stop - start)[:, None]
+            output_NHD[start:stop] = torch.nn.functional.scaled_dot_product_attention(
+                query_NHD[start:stop].transpose(0, 1),
+                key[lane, :length].transpose(0, 1),
+                value[lane, :length].transpose(0, 1),
+                attn_mask=seen_QL,
+                scale=scale,
+                enable_gqa=True,
+            ).transpose(0, 1)
+        return output_NHD
 
     def block(
         self,
@@ -144,6 +165,7 @@ class Lanes:
         self.answer_temperature = [0.0] * B
         self.answer_start = [-1] * B  # position of the first answer token; -1: the target is still asking
         self.answer_limit = [0] * B
+        self.given: list[int] = []  # lanes whose question is given and not run yet
         self.started = 0
         self.generator = torch.Generator().manual_seed(settings.seed)
 
@@ -155,32 +177,20 @@ class Lanes:
         self.tokens_BL[:, 0] = head[0]
         for lane in range(self.settings.lanes):
             self._restart(lane, at=0)
+        self._fill()
         while not stop(store):
             lse_B, sampled_B = self._step()
             if not self._take(lse_B, sampled_B, store):
                 break
+            self._fill()
             report(self.settings.lanes)
         store.flush()
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """Feed every lane its current token; log-sum-exp and a sample for the next position."""
-        B, L = self.settings.lanes, self.longest
+        B = self.settings.lanes
         lane_B, position_B = torch.arange(B), self.position_B
-        metadata = CausalMetadata(
-            query_start_loc_R1=torch.arange(B + 1, dtype=torch.int32),
-            seq_lens_R=(position_B + 1).to(torch.int32),
-            block_tables_RB=lane_B[:, None].to(torch.int32),
-            slot_mapping_N=lane_B * L + position_B,
-            kv_block_size=L,
-            max_query_len=1,
-            max_seq_len=L,
-        )
-        tokens_B = self.tokens_BL[lane_B, position_B]
-        output = self.target.forward(
-            tokens_B, position_B, self.kv, metadata, self.tap_layer_ids, ExpertMetadata.single(B)
-        )
-        self.taps_BLF[lane_B, position_B] = output.taps_NF.to(torch.bfloat16)
-        self.hidden_BLD[lane_B, position_B] = output.hidden_ND.to(torch.bfloat16)
+        output = self._forward(lane_B, position_B, torch.arange(B + 1), lane_B)
         uniform_B = torch.rand(B, dtype=torch.float64, generator=self.generator)
         parts = [
             sample_rows(
@@ -193,6 +203,54 @@ class Lanes:
         ]
         lse_B, sampled_B = (torch.cat(found) for found in zip(*parts, strict=True))
         return lse_B, sampled_B
+
+    def _forward(self, lane_N: Tensor, position_N: Tensor, start_R1: Tensor, lane_R: Tensor) -> DecoderOutput:
+        """A pass over these rows, which keeps their features: a stretch of neighbouring positions for every lane_R."""
+        L = self.longest
+        last_R = start_R1[1:] - 1
+        metadata = CausalMetadata(
+            query_start_loc_R1=start_R1.to(torch.int32),
+            seq_lens_R=(position_N[last_R] + 1).to(torch.int32),
+            block_tables_RB=lane_R[:, None].to(torch.int32),
+            slot_mapping_N=lane_N * L + position_N,
+            kv_block_size=L,
+            max_query_len=int(start_R1.diff().max()),
+            max_seq_len=L,
+        )
+        output = self.target.forward(
+            self.tokens_BL[lane_N, position_N],
+            position_N,
+            self.kv,
+            metadata,
+            self.tap_layer_ids,
+            ExpertMetadata.single(len(lane_N)),
+        )
+        self.taps_BLF[lane_N, position_N] = output.taps_NF.to(torch.bfloat16)
+        self.hidden_BLD[lane_N, position_N] = output.hidden_ND.to(torch.bfloat16)
+        return output
+
+    def _fill(self) -> None:
+        """Run the given questions, up to the token before the answer's first: the next step feeds that one."""
+        waiting, self.given = self.given, []
+        while waiting:
+            stretches: list[Tensor] = []
+            lanes: list[int] = []
+            rows = 0
+            while waiting and (not rows or rows + self.answer_start[waiting[0]] <= _FILL_ROWS):
+                lane = waiting.pop(0)
+                stretch = torch.arange(int(self.position_B[lane]), self.answer_start[lane] - 1)
+                self.tokens_BL[lane, : self.answer_start[lane]] = self.script_BL[lane, : self.answer_start[lane]]
+                self.lse_BL[lane, stretch] = torch.inf
+                self.position_B[lane] = self.answer_start[lane] - 1
+                if len(stretch):
+                    stretches.append(stretch)
+                    lanes.append(lane)
+                    rows += len(stretch)
+            if lanes:
+                lengths = torch.tensor([len(stretch) for stretch in stretches])
+                lane_R = torch.tensor(lanes)
+                start_R1 = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+                self._forward(lane_R.repeat_interleave(lengths), torch.cat(stretches), start_R1, lane_R)
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         """[B, V] in the type the target computes them in: of bf16 ones a copy in fp32 would cost as much again."""
@@ -247,6 +305,7 @@ class Lanes:
         question = next(self.questions)
         self.script_BL[lane, head : head + len(question)] = torch.tensor(question)
         self._answer_from(lane, head + len(question))
+        self.given.append(lane)
 
     def _answer_from(self, lane: int, position: int) -> None:
         """Script the template's tail from ``position`` and sample the answer after it."""

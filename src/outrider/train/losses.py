@@ -68,18 +68,17 @@ class Columns:
     shift_C: Tensor  # fp32: 0 for a chosen column, log(others / sampled others) for a sampled one
 
 
-def choose_columns(teacher: Teacher, count: int, generator: torch.Generator) -> Columns | None:
-    """``count`` columns: every label, those some teacher row makes most likely, and a quarter drawn from the others.
+def choose_columns(highest_V: Tensor, label_N: Tensor, count: int, generator: torch.Generator) -> Columns | None:
+    """``count`` columns: every label, the highest of ``highest_V``, and a quarter drawn from the others.
 
-    None if that is the whole vocabulary, or if the labels alone take the room.
+    ``highest_V``: for every column the largest log-probability that some teacher rows give it. None if that is the
+    whole vocabulary, or if the labels alone take the room.
     """
-    vocab = teacher.logits_UV.shape[1]
+    vocab = highest_V.shape[0]
     sampled = count // 4
     if count >= vocab:
         return None
-    highest_V = (teacher.logits_UV - teacher.lse_U[:, None].to(teacher.logits_UV.dtype)).amax(0).float()
-    labels = teacher.label_N[teacher.label_N >= 0]
-    highest_V[labels] = torch.inf
+    highest_V = highest_V.float().index_fill(0, label_N[label_N >= 0], torch.inf)
     if int(highest_V.isinf().sum()) > count - sampled:
         return None
     chosen = highest_V.topk(count - sampled).indices
@@ -92,17 +91,17 @@ def choose_columns(teacher: Teacher, count: int, generator: torch.Generator) -> 
     return Columns(torch.cat((chosen, drawn)), shift_C)
 
 
-def narrowed(teacher: Teacher, columns: Columns) -> Teacher:
-    """The teacher over ``columns`` alone."""
-    place_V = torch.full((teacher.logits_UV.shape[1] + 1,), -1)  # the last for label -1
+def teacher_over(
+    columns: Columns | None, *, hidden_UD: Tensor, head_VD: Tensor, lse_U: Tensor, row_N: Tensor, label_N: Tensor
+) -> Teacher:
+    """The teacher over ``columns`` alone, or over the whole draft vocabulary; ``label_N`` are draft ids or -1."""
+    if columns is None:
+        return Teacher(logits_UV=hidden_UD @ head_VD.T, lse_U=lse_U, row_N=row_N, label_N=label_N)
+    place_V = torch.full((head_VD.shape[0] + 1,), -1)  # the last for label -1
     place_V[columns.index_C] = torch.arange(len(columns.index_C))
-    logits_UC = teacher.logits_UV.index_select(1, columns.index_C)
-    return Teacher(
-        logits_UV=logits_UC + columns.shift_C.to(logits_UC.dtype),
-        lse_U=teacher.lse_U,
-        row_N=teacher.row_N,
-        label_N=place_V[teacher.label_N],
-    )
+    logits_UC = hidden_UD @ head_VD.index_select(0, columns.index_C).T
+    logits_UC += columns.shift_C.to(logits_UC.dtype)
+    return Teacher(logits_UV=logits_UC, lse_U=lse_U, row_N=row_N, label_N=place_V[label_N])
 
 
 _SOURCE = r"""
@@ -270,13 +269,13 @@ def distribution_loss(
 ) -> tuple[Tensor, SlotFigures]:
     """Weighted mean loss (differentiable in the first three arguments) and every slot's figures.
 
-    ``head_VD`` is frozen and sets the dtype of the matmuls; r may be 0. With ``columns`` the figures are estimates too,
-    and ``greedy_hit_N`` means nothing.
+    ``head_VD`` is frozen and sets the dtype of the matmuls; r may be 0. With ``columns``, over which ``teacher`` must
+    be, the figures are estimates too, and ``greedy_hit_N`` means nothing.
     """
     shift_C = None
     if columns is not None:
         w2_Vr, head_VD = w2_Vr.index_select(0, columns.index_C), head_VD.index_select(0, columns.index_C)
-        shift_C, teacher = columns.shift_C, narrowed(teacher, columns)
+        shift_C = columns.shift_C
     loss, figures_N4 = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden_ND, features_Nr, w2_Vr, head_VD, shift_C, teacher, weight_N, weights
     )

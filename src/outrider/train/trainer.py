@@ -28,13 +28,14 @@ from outrider.models.dspark import DSparkDrafter
 from outrider.train.anchors import AnchorBatch, BatchPlan, build_batch, random_stream, valid_anchors
 from outrider.train.data import Span, TokenStore
 from outrider.train.losses import (
+    Columns,
     LossWeights,
     SlotFigures,
-    Teacher,
     choose_columns,
     confidence_loss,
     distribution_loss,
     slot_weights,
+    teacher_over,
 )
 
 logger = get_logger(__name__)
@@ -159,11 +160,15 @@ class Trainer:
         hidden_ND = hidden_BAGD.flatten(0, 2)[batch.slot_N]
         features_Nr = features_BAGr.flatten(0, 2)[batch.slot_N]
         weight_N = self.slot_weight_G[batch.slot_N % self.num_slots]
-        teacher = Teacher(
-            logits_UV=batch.hidden_UD.to(self.dtype) @ self.head_WD.T,
+        teacher_UD, label_N = batch.hidden_UD.to(self.dtype), self.column_V[batch.next_N]
+        chosen = self._columns(teacher_UD, batch.lse_U, label_N, columns) if columns else None
+        teacher = teacher_over(
+            chosen,
+            hidden_UD=teacher_UD,
+            head_VD=self.head_WD,
             lse_U=batch.lse_U,
             row_N=batch.teacher_row_N,
-            label_N=self.column_V[batch.next_N],
+            label_N=label_N,
         )
         head = drafter.markov_head
         w2_Wr = head.markov_w2.weight if head is not None else self.head_WD.new_zeros(self.head_WD.shape[0], 0)
@@ -175,9 +180,7 @@ class Trainer:
             teacher=teacher,
             weight_N=weight_N,
             weights=weights,
-            columns=choose_columns(teacher, columns, random_stream(self.settings.seed, 2, self.step))
-            if columns
-            else None,
+            columns=chosen,
         )
         if self.settings.feature:
             wanted_ND = batch.hidden_UD.float()[batch.teacher_row_N]
@@ -190,6 +193,12 @@ class Trainer:
                 inputs_NX = torch.cat((inputs_NX, head.markov_w1(previous_N).detach().float()), dim=-1)
             loss = loss + confidence_loss(drafter.confidence_head(inputs_NX), figures.accept_N, weight_N)
         return loss, figures
+
+    def _columns(self, teacher_UD: Tensor, lse_U: Tensor, label_N: Tensor, count: int) -> Columns | None:
+        """The columns of this step's loss. Every second row is asked: neighbours in a text want much the same."""
+        logits_SV = teacher_UD[::2] @ self.head_WD.T
+        logits_SV -= lse_U[::2, None].to(logits_SV.dtype)
+        return choose_columns(logits_SV.amax(0), label_N, count, random_stream(self.settings.seed, 2, self.step))
 
     def _markov_features(self, batch: AnchorBatch, hidden_BAGD: Tensor) -> Tensor:
         """What the Markov head's last matrix multiplies, with the text's tokens as previous ones."""
