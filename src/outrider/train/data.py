@@ -4,8 +4,9 @@ Contract: ``TokenStore`` holds whole sequences back to back. Row t holds token t
 tokens 0..t: the tapped features, the hidden state after the final norm, and the log-sum-exp over the full vocabulary
 of the logits made from it, so that row t is the teacher of token t + 1. ``answer`` marks tokens the target sampled as
 answer (its end-of-turn token included). The last row of a sequence was sampled but never run: its features are zero
-and its log-sum-exp is +inf, so that it teaches nothing. Rows before the answer may have +inf there too. Files are raw and
-preallocated for ``capacity`` rows; the index is rewritten after every flush, so an interrupted run keeps what it had.
+and its log-sum-exp is +inf, so that it teaches nothing; rows before the answer may have +inf there too. Files are raw
+and preallocated for ``capacity`` rows; the index is rewritten after every flush, so an interrupted run keeps what it
+had.
 
 Shape legend: N rows of one sequence, C capacity, F tapped width, D hidden size.
 """
