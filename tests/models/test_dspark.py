@@ -109,6 +109,21 @@ def test_training_pass_equals_paged_pass(build: Callable[..., DSparkDrafter], sa
     torch.testing.assert_close(_packed(drafter, taps), _paged(drafter, taps), rtol=1e-4, atol=1e-4)
 
 
+def test_an_anchor_of_many_in_a_training_pass_is_what_it_is_alone(build: Callable[..., DSparkDrafter]) -> None:
+    """More anchors than one call of attention takes, and a first one that sees no context at all."""
+    drafter, generator = build(), torch.Generator().manual_seed(4)
+    taps = torch.randn(2, 50, _FEATURES, generator=generator)
+    positions = torch.arange(50).expand(2, -1)
+    ids = torch.randint(0, VOCAB, (2, 41), generator=generator)
+    anchors = torch.stack((torch.arange(41), torch.arange(41) + 9))
+    visible = positions[:, None, :] < anchors[:, :, None]
+    together = drafter.forward_packed(taps, positions, ids, anchors, visible)
+    for bin_, anchor in ((0, 0), (0, 17), (0, 18), (0, 40), (1, 0), (1, 19), (1, 40)):
+        one = (slice(bin_, bin_ + 1), slice(anchor, anchor + 1))
+        alone = drafter.forward_packed(taps[one[0]], positions[one[0]], ids[one], anchors[one], visible[one])
+        torch.testing.assert_close(together[bin_, anchor], alone[0, 0], rtol=1e-4, atol=1e-4)
+
+
 def test_slots_see_context_below_the_anchor_and_their_own_block(build: Callable[..., DSparkDrafter]) -> None:
     drafter, taps = build(), _features()
     before = _packed(drafter, taps)

@@ -11,6 +11,7 @@ alone goes on replaying its graphs while another prefills, since the passes of a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,8 +139,14 @@ class StepPlan:
 def plan_step(rows: Sequence[RankRow], *, tiers: Sequence[int], widths: PassWidths) -> StepPlan:
     """The plan of a step from the gathered rows (index = rank).
 
-    tiers: captured numbers of requests, ascending; empty when nothing is captured.
+    tiers: captured numbers of requests, ascending; empty when nothing is captured. Steps with the same rows, as those
+    that only decode often are, get the same plan object.
     """
+    return _plan_step(tuple(rows), tuple(tiers), widths)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_step(rows: tuple[RankRow, ...], tiers: tuple[int, ...], widths: PassWidths) -> StepPlan:
     assert rows, "a step has at least one rank"
     assert list(tiers) == sorted(set(tiers)), f"tiers {list(tiers)} must ascend"
     family = 0
