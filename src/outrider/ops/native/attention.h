@@ -339,7 +339,6 @@ struct Queries {
   }
   int seen(int i) const { return causal ? first_seen + i / share : first_seen; }
   int length() const { return seen(all() - 1); }
-  int num_chunks() const { return (length() + CHUNK - 1) / CHUNK; }
   // The first query that sees position `start`; those before it see nothing of what follows either.
   int first_with(int start) const { return causal ? std::max(0, start + 1 - first_seen) * share : 0; }
   // Of a chunk's positions those that query i sees.
@@ -482,38 +481,29 @@ void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int head
       write_out(q, i, &scratch[h].values[i * width], scratch[h].all_mass[i], out + h * q.share * q.dim, out_stride);
 }
 
-// Chunks first..first+count-1 of `heads` heads, as attend() takes them, into `partials` [heads][all chunks][all
-// queries], for join() when every chunk is there.
+// Chunks first..first+count-1 of one head into `partials` [all chunks][all queries], for join() when every chunk is
+// there.
 template <class T>
-void attend_part(const Positions<T>& kv, Scratch* scratch, const Queries& q, int heads, int first, int count,
-                 float* partials) {
-  const size_t width = padded(q.dim), chunk_floats = q.all() * partial_floats(width);
-  const size_t head_floats = chunk_floats * q.num_chunks();
-  for (int h = 0; h < heads; ++h) load_queries(q.head(h), scratch[h]);
+void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first, int count, float* partials) {
+  const size_t width = padded(q.dim), stride = partial_floats(width);
+  load_queries(q, s);
   Chunk<T> chunks[2];
   kv.locate(first * CHUNK, q.length(), chunks[0]);
   for (int c = first, turn = 0; c < first + count; ++c, turn ^= 1) {
     Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
     kv.locate(chunk.start + CHUNK, c + 1 < first + count ? q.length() : 0, next);
-    for (int h = 0; h < heads; ++h) {
-      Scratch& s = scratch[h];
-      const Positions<T> of_head = kv.head(h, q.dim);
-      score_chunk(of_head, s, q, chunk, next);
-      soften_chunk(s, q, chunk);
-      float* to = partials + h * head_floats + c * chunk_floats;
-      mix_chunk(of_head, s, q, chunk, next, {to, partial_floats(width), nullptr, nullptr});
-      for (int i = q.first_with(chunk.start); i < q.all(); ++i) {
-        const Partial p = partial(to, i, width);
-        *p.mass = s.mass[i];
-        *p.top = s.top[i];
-      }
-      chunk.shift(q.dim);
-      next.shift(h + 1 < heads ? q.dim : -h * q.dim);
+    score_chunk(kv, s, q, chunk, next);
+    soften_chunk(s, q, chunk);
+    float* to = partials + c * q.all() * stride;
+    mix_chunk(kv, s, q, chunk, next, {to, stride, nullptr, nullptr});
+    for (int i = q.first_with(chunk.start); i < q.all(); ++i) {
+      const Partial p = partial(to, i, width);
+      *p.mass = s.mass[i];
+      *p.top = s.top[i];
     }
   }
 }
 
-// One head's partials, which it overwrites, to its output.
 INLINE void join(const Queries& q, float* partials, float* out, size_t out_stride) {
   const size_t width = padded(q.dim), floats = q.all() * partial_floats(width);
   for (int start = CHUNK, c = 1; start < q.length(); start += CHUNK, ++c)

@@ -264,15 +264,13 @@ void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows
 }
 
 // Units of a pass, cut along the positions where there would be too few to keep all threads busy alike. Where there
-// is enough of it, a unit of few rows takes all heads, whose keys and values are neighbours in memory.
+// are enough requests of few rows, a unit takes all heads, whose keys and values are neighbours in memory.
 void plan_units(const Decoder& m, const Pass& p, int threads, std::vector<Unit>& units) {
   units.clear();
-  int all_chunks = 0;
-  for (int r = 0; r < p.requests; ++r) all_chunks += (p.lengths[r] + CHUNK - 1) / CHUNK;
   for (int r = 0; r < p.requests; ++r) {
     const int rows = p.starts[r + 1] - p.starts[r];
     const int first_seen = p.slots ? p.lengths[r] - rows + 1 : p.lengths[r] + rows;
-    const int heads = rows <= UNIT_ROWS && all_chunks >= threads ? m.kv_heads : 1;
+    const int heads = rows <= UNIT_ROWS && p.requests >= UNITS_PER_THREAD * threads ? m.kv_heads : 1;
     for (int row = 0; row < rows; row += UNIT_ROWS) {
       const int count = std::min(UNIT_ROWS, rows - row), first = first_seen + (p.slots ? row : 0);
       const int length = first + (p.slots ? count - 1 : 0);
@@ -293,7 +291,7 @@ void plan_units(const Decoder& m, const Pass& p, int threads, std::vector<Unit>&
     Split& split = space.splits[space.num_splits];
     split.parts = parts;
     split.partials = used;
-    used += floats * unit.rows * unit.chunks * unit.kv_heads;
+    used += floats * unit.rows * unit.chunks;
     for (int part = 0; part < parts; ++part) {
       Unit cut = unit;
       cut.chunk = unit.chunks * part / parts;
@@ -334,11 +332,8 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
     if (u.split < 0) return attend(kv, scratch.data(), q, u.kv_heads, to, out_stride);
     Split& split = space.splits[u.split];
     float* partials = space.partials.data() + split.partials;
-    attend_part(kv, scratch.data(), q, u.kv_heads, u.chunk, u.chunks, partials);
-    if (split.parts_left->fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    const size_t head_floats = partial_floats(padded(E)) * q.all() * q.num_chunks();
-    for (int h = 0; h < u.kv_heads; ++h)
-      join(q.head(h), partials + h * head_floats, to + h * share * E, out_stride);
+    attend_part(kv, scratch[0], q, u.chunk, u.chunks, partials);
+    if (split.parts_left->fetch_sub(1, std::memory_order_acq_rel) == 1) join(q, partials, to, out_stride);
   });
 }
 
