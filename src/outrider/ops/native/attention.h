@@ -37,6 +37,10 @@ struct Chunk {
   int start = 0, count = 0, pooled = 0;
   const T *key[CHUNK], *value[CHUNK];
 
+  // Of a first chunk, whose keys nobody has asked for: so many elements of each.
+  void ask_for_keys(size_t elements) const {
+    for (int i = 0; i < pooled; ++i) prefetch(key[i], elements);
+  }
   // To another head, so many elements from this one.
   void shift(int elements) {
     for (int i = 0; i < pooled; ++i) key[i] += elements, value[i] += elements;
@@ -364,10 +368,9 @@ INLINE void load_queries(const Queries& q, Scratch& s) {
   }
 }
 
-// Scores of all queries with a chunk's positions. The keys of `next` are on their way meanwhile.
+// Scores of all queries with a chunk's positions, whose values are asked for meanwhile.
 template <class T>
-INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk,
-                        const Chunk<T>& next) {
+INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk) {
   const int all = q.all();
   const size_t width = padded(q.dim);
   for (int tile = 0; tile < chunk.count; tile += TILE) {
@@ -377,14 +380,14 @@ INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, co
       bool done = all - first <= ROW_BLOCK;
       for (int j = 0; done && j < count; j += LANES)
         with_rows(all - first, [&](auto R) {
-          done = score_few<R.value>(keys + j, &s.query[first * width], width, next.key + tile + j,
+          done = score_few<R.value>(keys + j, &s.query[first * width], width, chunk.value + tile + j,
                                     scores + first * CHUNK + j);
         });
       if (done) return;
       for (int j = 0; j < count; j += LANES) transpose(keys + j, width, &s.key_t[j], TILE);
       int asked = tile;
       for (int row = first; row < all; row += ROW_BLOCK) {
-        for (int end = std::min(asked + LANES, tile + count); asked < end; ++asked) prefetch(next.key[asked], q.dim);
+        for (int end = std::min(asked + LANES, tile + count); asked < end; ++asked) prefetch(chunk.value[asked], q.dim);
         const int rows = std::min(ROW_BLOCK, all - row);
         const bool half = q.seen(row + rows - 1, chunk) - tile <= LANES;
         with_rows(rows, [&](auto R) {
@@ -411,7 +414,7 @@ INLINE void weigh(Scratch& s, int first, int all) {
 }
 
 // The contributions of a chunk to the queries that see some of it, tops and masses in s.top and s.mass; `into` is for
-// query 0. The values of `next` are on their way meanwhile.
+// query 0. The values of `next` are asked for meanwhile.
 template <class T>
 INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk, const Chunk<T>& next,
                       const Target& into) {
@@ -425,7 +428,7 @@ INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, cons
       const Target to = {into.values + row * into.stride, into.stride, into.keep ? into.keep + row : nullptr,
                          into.add + row};
       const float* weights = &s.weights[row * CHUNK];
-      const T* const* ahead = row == first ? next.value : nullptr;
+      const T* const* ahead = row == first ? next.key : nullptr;
       with_rows(rows, [&](auto R) {
         size_t d = 0;
         for (; d + 4 * LANES <= width; d += 4 * LANES) mix<R.value, 4>(values, weights, counts, d, ahead, to);
@@ -455,6 +458,7 @@ void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int head
   const size_t width = padded(q.dim);
   Chunk<T> chunks[2];
   kv.locate(0, q.length(), chunks[0]);
+  chunks[0].ask_for_keys(heads * q.dim);
   for (int h = 0; h < heads; ++h) load_queries(q.head(h), scratch[h]);
   for (int start = 0, turn = 0; start < q.length(); start += CHUNK, turn ^= 1) {
     Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
@@ -462,7 +466,7 @@ void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int head
     for (int h = 0; h < heads; ++h) {
       Scratch& s = scratch[h];
       const Positions<T> of_head = kv.head(h, q.dim);
-      score_chunk(of_head, s, q, chunk, next);
+      score_chunk(of_head, s, q, chunk);
       soften_chunk(s, q, chunk);
       if (start == 0) {
         std::copy_n(s.top.data(), q.all(), s.all_top.data());
@@ -486,13 +490,14 @@ void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int head
 template <class T>
 void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first, int count, float* partials) {
   const size_t width = padded(q.dim), stride = partial_floats(width);
-  load_queries(q, s);
   Chunk<T> chunks[2];
   kv.locate(first * CHUNK, q.length(), chunks[0]);
+  chunks[0].ask_for_keys(q.dim);
+  load_queries(q, s);
   for (int c = first, turn = 0; c < first + count; ++c, turn ^= 1) {
     Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
     kv.locate(chunk.start + CHUNK, c + 1 < first + count ? q.length() : 0, next);
-    score_chunk(kv, s, q, chunk, next);
+    score_chunk(kv, s, q, chunk);
     soften_chunk(s, q, chunk);
     float* to = partials + c * q.all() * stride;
     mix_chunk(kv, s, q, chunk, next, {to, stride, nullptr, nullptr});

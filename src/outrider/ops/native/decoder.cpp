@@ -338,7 +338,8 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
 }
 
 template <class T>
-void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer, const Cache& cache, int rows) {
+void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer, const Cache& cache, int rows,
+                const Layer* next) {
   const int E = m.head_dim, Q = m.heads * E, KV = m.kv_heads * E;
   const size_t width = grouped(m.hidden), qkv_width = layer.qkv.panels * PANEL, mix_width = grouped(Q);
   float *residual = space.residual.data(), *qkv = sized(space.qkv, rows * qkv_width);
@@ -346,6 +347,7 @@ void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer,
   Rows x = space.input.resized(rows, m.hidden);
   for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.input_norm, m.hidden, m.eps, x, r); });
   space.clock.mark(NORM);
+  pool.soon(read_first(layer.output, rows, pool.threads(), 1));
   product_into(pool, layer.qkv, x, rows, qkv, qkv_width, false);
   space.clock.mark(QKV);
   for_rows(pool, rows, [&](int r) {
@@ -367,14 +369,17 @@ void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer,
     quantise_row(mixed + r * mix_width, x, r);
   });
   space.clock.mark(NORM);
+  pool.soon(read_first(layer.gate_up, rows, pool.threads(), 4));
   product_into(pool, layer.output, x, rows, residual, width, true);
   space.clock.mark(OUTPUT);
   x = space.input.resized(rows, m.hidden);
   for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.post_norm, m.hidden, m.eps, x, r); });
   const Rows inner = space.inner.resized(rows, m.inner);
   space.clock.mark(NORM);
+  pool.soon(read_first(layer.down, rows, pool.threads(), 1));
   gated_product(pool, layer.gate_up, x, rows, inner);
   space.clock.mark(GATE_UP);
+  if (next) pool.soon(read_first(next->qkv, rows, pool.threads(), 1));
   product_into(pool, layer.down, inner, rows, residual, width, true);
   space.clock.mark(DOWN);
 }
@@ -567,8 +572,9 @@ int outrider_pass(const Decoder* m, const Pass* given) {
   plan_units(*m, *p, pool.threads(), space.units);
   copy_taps(*m, *p, -1, rows);
   for (int i = 0; i < m->num_layers; ++i) {
-    if (p->kv_is_bf16) layer_pass<bf16>(pool, *m, *p, m->layers[i], p->caches[i], rows);
-    else layer_pass<float>(pool, *m, *p, m->layers[i], p->caches[i], rows);
+    const Layer* next = i + 1 < m->num_layers ? &m->layers[i + 1] : nullptr;
+    if (p->kv_is_bf16) layer_pass<bf16>(pool, *m, *p, m->layers[i], p->caches[i], rows, next);
+    else layer_pass<float>(pool, *m, *p, m->layers[i], p->caches[i], rows, next);
     copy_taps(*m, *p, i, rows);
   }
   final_norm(pool, *m, *p, rows);

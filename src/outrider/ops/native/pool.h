@@ -1,5 +1,6 @@
-// One pool of threads for all passes of this process. The caller works too; chunks are taken from one counter, so a
-// core that others use takes fewer of them. Who computes a chunk never shows in a result.
+// One pool of threads for all passes of this process. The caller works too; every other thread takes chunks from the
+// front and the rest from the back, until they meet, so a core that others use takes fewer of them. Who computes a chunk
+// never shows in a result. A thread with nothing to do asks the memory for what it will read first in a region to come.
 //
 // A region is open from run() until every chunk is done and no worker is inside. Workers enter an open region by
 // counting themselves in; one that comes late finds it closed and is not waited for, so a sleeping or preempted worker
@@ -29,13 +30,28 @@ INLINE void relax() {
 #endif
 }
 
+// What the first chunks of a region to come read, at the front and at the back.
+struct Ahead {
+  const uint8_t *front, *back;
+  uint32_t bytes;
+};
+
 class Pool {
  public:
-  explicit Pool(int threads) : threads_(threads), pid_(getpid()) {
+  explicit Pool(int threads) : threads_(threads), pid_(getpid()), asked_(threads) {
     for (int i = 1; i < threads; ++i) std::thread([this, i] { work(i); }).detach();
   }
   int threads() const { return threads_; }
   bool of_this_process() const { return pid_ == getpid(); }
+
+  // What will be read soon: only ever a hint. For whoever calls run().
+  void soon(const Ahead& ahead) {
+    if (threads_ == 1) return;
+    front_.store(ahead.front, std::memory_order_relaxed);  // whoever reads parts of two hints asks for what nobody needs
+    back_.store(ahead.back, std::memory_order_relaxed);
+    ahead_bytes_.store(ahead.bytes, std::memory_order_relaxed);
+    ahead_number_.fetch_add(1, std::memory_order_release);
+  }
 
   // fn(chunk, thread) for every chunk in 0..chunks-1; returns when all are done.
   template <class F>
@@ -58,7 +74,7 @@ class Pool {
     uint64_t empty = open;
     for (int spins = 0; !state_.compare_exchange_weak(empty, open | CLOSED, std::memory_order_acq_rel); ++spins) {
       empty = open;
-      if (spins < SPIN) relax();
+      if (spins < SPIN) asked_[0].ask(*this, 0);
       else sched_yield();
     }
   }
@@ -67,12 +83,31 @@ class Pool {
   static constexpr int SPIN = 4000;  // about 60 microseconds with pause on recent cores
 
   void take(int thread) {
-    for (int c; (c = next_.fetch_add(1, std::memory_order_relaxed)) < chunks_;) call_(context_, c, thread);
+    const uint64_t one = thread % 2 ? uint64_t(1) << 32 : 1;
+    for (;;) {
+      const uint64_t taken = next_.fetch_add(one, std::memory_order_relaxed);
+      const uint64_t front = taken & 0xffffffff, back = taken >> 32;
+      if (front + back >= uint64_t(chunks_)) return;
+      call_(context_, int(thread % 2 ? chunks_ - 1 - back : front), thread);
+    }
   }
 
+  // How far a thread has got with the latest hint.
+  struct alignas(64) Asked {
+    uint32_t number = 0, byte = 0;
+
+    void ask(const Pool& pool, int thread) {
+      const uint32_t latest = pool.ahead_number_.load(std::memory_order_acquire);
+      if (latest != number) number = latest, byte = 0;
+      if (byte >= pool.ahead_bytes_.load(std::memory_order_relaxed)) return relax();
+      const uint8_t* from = (thread % 2 ? pool.back_ : pool.front_).load(std::memory_order_relaxed);
+      for (int line = 0; line < 4; ++line, byte += 64) __builtin_prefetch(from + byte, 0, 2);
+    }
+  };
+
   // An open region that is not the one just left; the caller is counted in. False: none within SPIN rounds.
-  bool enter(uint64_t& last) {
-    for (int spins = 0; spins < SPIN; ++spins, relax()) {
+  bool enter(uint64_t& last, int thread) {
+    for (int spins = 0; spins < SPIN; ++spins, asked_[thread].ask(*this, thread)) {
       uint64_t state = state_.load(std::memory_order_acquire);
       while (!(state & CLOSED) && state >> 32 != last)
         if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
@@ -86,7 +121,7 @@ class Pool {
   void work(int thread) {
     uint64_t last = 0;
     for (;;) {
-      while (!enter(last)) {
+      while (!enter(last, thread)) {
         std::unique_lock<std::mutex> lock(mutex_);
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
         wake_.wait(lock, [&] {
@@ -107,10 +142,14 @@ class Pool {
   void (*call_)(const void*, int, int) = nullptr;
   const void* context_ = nullptr;
   int chunks_ = 0;
-  alignas(64) std::atomic<int> next_{0};
+  alignas(64) std::atomic<uint64_t> next_{0};  // chunks taken: below from the front, above from the back
   uint32_t epoch_ = 0;
   alignas(64) std::atomic<uint64_t> state_{CLOSED};
   alignas(64) std::atomic<int> sleepers_{0};
+  alignas(64) std::atomic<uint32_t> ahead_number_{0};
+  std::atomic<uint32_t> ahead_bytes_{0};
+  std::atomic<const uint8_t*> front_{nullptr}, back_{nullptr};
+  std::vector<Asked> asked_;  // of each thread
   std::mutex mutex_;
   std::condition_variable wake_;
 };

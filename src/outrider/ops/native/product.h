@@ -62,6 +62,16 @@ INLINE int chunk_count(int items, int rows, int threads) {
 }
 INLINE int chunk_begin(int items, int chunk, int chunks) { return int(int64_t(items) * chunk / chunks); }
 
+constexpr uint32_t AHEAD_BYTES = 65536;  // asked for before a product begins, by each of two threads
+
+// What a product of `rows` rows with `w` reads first; panels are taken `together` at a time.
+INLINE Ahead read_first(const Matrix& w, int rows, int threads, int together) {
+  const int items = w.panels / together, chunks = chunk_count(items, rows, threads);
+  const size_t bytes = panel_bytes(w.format, w.groups) * together;
+  const int last = chunk_begin(items, chunks - 1, chunks);
+  return {w.data, w.data + last * bytes, uint32_t(std::min<size_t>(AHEAD_BYTES, (items - last) * bytes / 256 * 256))};
+}
+
 // out(row, panel, sums) for every row and every panel.
 template <class Out>
 void product(Pool& pool, const Matrix& w, const Rows& x, int rows, const Out& out) {
