@@ -212,7 +212,8 @@ class EngineCore:
         for chunk in chunks:
             self._group_of[chunk.request.request_id].note_scheduled()
         output = self._runner.run(self._builder.prefill(pass_plan, rows))
-        self._proposer.write_context(taps_NF=output.taps_NF, positions_N=output.positions_N, slots_N=output.slots_N)
+        if self._proposer.tap_layer_ids:
+            self._proposer.write_context(taps_NF=output.taps_NF, positions_N=output.positions_N, slots_N=output.slots_N)
         sampling = [self._sequences[chunk.request.request_id] for chunk in chunks if chunk.samples]
         logit_rows = [
             LogitRow(s.state, (), s.request.num_prompt_tokens, s.request.num_prompt_tokens - 1) for s in sampling
@@ -346,7 +347,7 @@ class EngineCore:
             commits.append((emission, num_kept))
             if emission.num_offered >= 0:
                 kept_rows += range(emission.first_row, emission.first_row + num_kept)
-        if verified is not None:
+        if verified is not None and self._proposer.tap_layer_ids:
             kept = _index(kept_rows)
             self._proposer.write_context(
                 taps_NF=verified.taps_NF[kept],

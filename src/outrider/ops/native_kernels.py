@@ -131,9 +131,11 @@ class VerificationStruct(ctypes.Structure):
 
 def address(tensor: Tensor, *dtypes: torch.dtype) -> int:
     """Where a contiguous CPU tensor of one of ``dtypes`` lies."""
-    assert tensor.dtype in dtypes, f"a kernel was given {tensor.dtype}, not {dtypes}"
-    assert tensor.device.type == "cpu", f"a kernel was given a tensor on {tensor.device}"
-    assert tensor.is_contiguous(), f"a kernel was given strides {tensor.stride()} for {tuple(tensor.shape)}"
+    readable = tensor.dtype in dtypes and tensor.is_cpu and tensor.is_contiguous()
+    assert readable, (
+        f"a kernel was given {tensor.dtype} on {tensor.device} with strides {tensor.stride()} for "
+        f"{tuple(tensor.shape)}, not contiguous {dtypes} on the CPU"
+    )
     return tensor.data_ptr()
 
 

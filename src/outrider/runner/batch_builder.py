@@ -67,6 +67,7 @@ class BatchBuilder:
         self._max_model_len = max_model_len
         self._mask_padded_tokens = mask_padded_tokens
         self._pin_memory = pin_memory
+        self._count_tensors: dict[int, Tensor] = {}  # never written to: a batch only ever reads or copies its own
 
     def prefill(self, plan: PassPlan, rows: Sequence[PrefillRow]) -> PrefillBatch:
         lengths = [len(row.token_ids) for row in rows]
@@ -195,10 +196,16 @@ class BatchBuilder:
         return ExpertMetadata(
             dp_rank=self._rank,
             padded_tokens=tuple(count.value for count in plan.padded_tokens),
-            num_tokens_non_padded=self._on_host(torch.tensor([tokens.value], dtype=torch.int32)),
+            num_tokens_non_padded=self._count_tensor(tokens.value),
             mask_padded_tokens=self._mask_padded_tokens,
             captured=plan.padding_mode is PaddingMode.TIER,
         )
+
+    def _count_tensor(self, count: int) -> Tensor:
+        """int32 [1]; the same one for the same count, since making it takes longer than most of a batch."""
+        if count not in self._count_tensors:
+            self._count_tensors[count] = self._on_host(torch.tensor([count], dtype=torch.int32))
+        return self._count_tensors[count]
 
     def _int32(self, *parts: Sequence[int]) -> tuple[Tensor, ...]:
         return self._split(parts, np.int32)

@@ -42,7 +42,7 @@ class Proposer(Protocol):
 
     @property
     def tap_layer_ids(self) -> tuple[int, ...]:
-        """Target layers whose outputs it needs of every committed position."""
+        """Target layers whose outputs it needs of every committed position; without any it keeps no context."""
         ...
 
     def capture(self, plan: PassPlan) -> None:
@@ -54,7 +54,10 @@ class Proposer(Protocol):
         ...
 
     def write_context(self, *, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor) -> None:
-        """Take in committed positions: tapped features [N, F], positions and slots int64 [N]."""
+        """Take in committed positions: tapped features [N, F], positions and slots int64 [N].
+
+        Called only of a proposer with tapped layers.
+        """
         ...
 
 
