@@ -63,7 +63,7 @@ class ModelRunner:
         device = output.hidden_ND.device
         match batch:
             case PrefillBatch():
-                hidden_KD = output.hidden_ND[on_device(batch.logit_rows_K, device)]
+                hidden_KD = output.hidden_ND[moved_to(batch.logit_rows_K, device)]
             case VerifyBatch():
                 hidden_KD = first_rows(output.hidden_ND, real)
             case _:
@@ -77,8 +77,8 @@ class ModelRunner:
             logits_KV=logits_KV,
             finite_K=finite,
             taps_NF=first_rows(output.taps_NF, real),
-            positions_N=on_device(first_rows(batch.positions_N, real), device),
-            slots_N=on_device(first_rows(batch.metadata.slot_mapping_N, real), device),
+            positions_N=moved_to(first_rows(batch.positions_N, real), device),
+            slots_N=moved_to(first_rows(batch.metadata.slot_mapping_N, real), device),
         )
 
     def _forward(self, inputs: TargetInputs) -> DecoderOutput:
@@ -108,6 +108,6 @@ def first_rows(x_NX: Tensor, rows: int) -> Tensor:
     return x_NX if x_NX.shape[0] == rows else x_NX[:rows]
 
 
-def on_device(x: Tensor, device: torch.device) -> Tensor:
+def moved_to(x: Tensor, device: torch.device) -> Tensor:
     """``x`` on its way there. Even a move to where it is takes time."""
     return x if x.is_cpu and device.type == "cpu" else x.to(device, non_blocking=True)

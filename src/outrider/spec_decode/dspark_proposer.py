@@ -23,7 +23,7 @@ from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_drafter import NativeDrafter
 from outrider.runner.batch_builder import BatchBuilder, DraftRow
 from outrider.runner.graph_runner import GraphKey, GraphRunner
-from outrider.runner.model_runner import first_rows, on_device
+from outrider.runner.model_runner import first_rows, moved_to
 from outrider.sampling.backend import SamplingBackend
 from outrider.sampling.proposal import Proposal
 from outrider.spec_decode.proposer import DraftRequest
@@ -81,7 +81,7 @@ class DSparkProposer:
             drafter=self._drafter,
             base_logits_RGV=base_logits.view(*used_RGD.shape[:2], -1),
             hidden_RGD=used_RGD,
-            anchor_ids_R=on_device(first_rows(batch.anchor_ids_R, len(requests)), hidden_RGD.device),
+            anchor_ids_R=moved_to(first_rows(batch.anchor_ids_R, len(requests)), hidden_RGD.device),
             rows=[r.row for r in requests],
             num_drafts_R=[r.num_drafts for r in requests],
             confidence=self._config.enable_confidence_head,

@@ -2,8 +2,8 @@
 
 Contract: ``decode_attention`` and ``sample_rows`` mean the same with and without the compiled library; the compiled
 one only exists on the CPU (of attention only for bf16) and is about ten times faster there: torch's fused attention is
-built for long queries, and generation asks for one query row per sequence. Without a compiler, or if the build fails,
-the torch path is used and said so in the log.
+built for long queries, and a step of generation asks for one query row per sequence. Without a compiler, or if the
+build fails, the torch path is used and said so in the log.
 
 Shape legend: B sequences, L longest context, H query heads, K key/value heads, D head size, V vocabulary.
 """

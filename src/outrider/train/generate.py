@@ -78,7 +78,7 @@ class ChatFrame:
 class StaticAttention:
     """``AttentionBackend`` of the generator: lane b owns slots b * L .. b * L + L.
 
-    One query row for each lane in turn, or stretches of rows for some of them.
+    One query row for each lane in ascending order, or stretches of rows for some of them.
     """
 
     def __init__(self, lanes: int) -> None:

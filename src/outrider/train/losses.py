@@ -71,7 +71,7 @@ class Columns:
 def choose_columns(highest_V: Tensor, label_N: Tensor, count: int, generator: torch.Generator) -> Columns | None:
     """``count`` columns: every label, the highest of ``highest_V``, and a quarter drawn from the others.
 
-    ``highest_V``: for every column the largest log-probability that some teacher rows give it. None if that is the
+    ``highest_V``: for every column the largest log-probability that some teacher rows give it. None if ``count`` is the
     whole vocabulary, or if the labels alone take the room.
     """
     vocab = highest_V.shape[0]

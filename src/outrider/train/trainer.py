@@ -161,7 +161,9 @@ class Trainer:
         features_Nr = features_BAGr.flatten(0, 2)[batch.slot_N]
         weight_N = self.slot_weight_G[batch.slot_N % self.num_slots]
         teacher_UD, label_N = batch.hidden_UD.to(self.dtype), self.column_V[batch.next_N]
-        chosen = self._columns(teacher_UD, batch.lse_U, label_N, columns) if columns else None
+        chosen = None
+        if 0 < columns < self.head_WD.shape[0]:
+            chosen = self._columns(teacher_UD, batch.lse_U, label_N, columns)
         teacher = teacher_over(
             chosen,
             hidden_UD=teacher_UD,
@@ -195,7 +197,7 @@ class Trainer:
         return loss, figures
 
     def _columns(self, teacher_UD: Tensor, lse_U: Tensor, label_N: Tensor, count: int) -> Columns | None:
-        """The columns of this step's loss. Every second row is asked: neighbours in a text want much the same."""
+        """The columns of this step's loss. Every second teacher row is asked, for half the price."""
         logits_SV = teacher_UD[::2] @ self.head_WD.T
         logits_SV -= lse_U[::2, None].to(logits_SV.dtype)
         return choose_columns(logits_SV.amax(0), label_N, count, random_stream(self.settings.seed, 2, self.step))

@@ -414,7 +414,7 @@ INLINE void weigh(Scratch& s, int first, int all) {
 }
 
 // The contributions of a chunk to the queries that see some of it, tops and masses in s.top and s.mass; `into` is for
-// query 0. The values of `next` are asked for meanwhile.
+// query 0. The keys of `next` are asked for meanwhile.
 template <class T>
 INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk, const Chunk<T>& next,
                       const Target& into) {

@@ -99,8 +99,9 @@ class Pool {
     void ask(const Pool& pool, int thread) {
       const uint32_t latest = pool.ahead_number_.load(std::memory_order_acquire);
       if (latest != number) number = latest, byte = 0;
-      if (byte >= pool.ahead_bytes_.load(std::memory_order_relaxed)) return relax();
-      const uint8_t* from = (thread % 2 ? pool.back_ : pool.front_).load(std::memory_order_relaxed);
+      // Of many threads one asks at either end: what the others will read first is not known.
+      if (thread > 1 || byte >= pool.ahead_bytes_.load(std::memory_order_relaxed)) return relax();
+      const uint8_t* from = (thread ? pool.back_ : pool.front_).load(std::memory_order_relaxed);
       for (int line = 0; line < 4; ++line, byte += 64) __builtin_prefetch(from + byte, 0, 2);
     }
   };

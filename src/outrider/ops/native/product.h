@@ -62,7 +62,7 @@ INLINE int chunk_count(int items, int rows, int threads) {
 }
 INLINE int chunk_begin(int items, int chunk, int chunks) { return int(int64_t(items) * chunk / chunks); }
 
-constexpr uint32_t AHEAD_BYTES = 65536;  // asked for before a product begins, by each of two threads
+constexpr uint32_t AHEAD_BYTES = 65536;  // asked for at either end before a product begins
 
 // What a product of `rows` rows with `w` reads first; panels are taken `together` at a time.
 INLINE Ahead read_first(const Matrix& w, int rows, int threads, int together) {
