@@ -212,8 +212,7 @@ class EngineCore:
         for chunk in chunks:
             self._group_of[chunk.request.request_id].note_scheduled()
         output = self._runner.run(self._builder.prefill(pass_plan, rows))
-        if self._proposer.tap_layer_ids:
-            self._proposer.write_context(taps_NF=output.taps_NF, positions_N=output.positions_N, slots_N=output.slots_N)
+        self._write_context(output, slice(None))
         sampling = [self._sequences[chunk.request.request_id] for chunk in chunks if chunk.samples]
         logit_rows = [
             LogitRow(s.state, (), s.request.num_prompt_tokens, s.request.num_prompt_tokens - 1) for s in sampling
@@ -347,17 +346,19 @@ class EngineCore:
             commits.append((emission, num_kept))
             if emission.num_offered >= 0:
                 kept_rows += range(emission.first_row, emission.first_row + num_kept)
-        if verified is not None and self._proposer.tap_layer_ids:
-            kept = _index(kept_rows)
-            self._proposer.write_context(
-                taps_NF=verified.taps_NF[kept],
-                positions_N=verified.positions_N[kept],
-                slots_N=verified.slots_N[kept],
-            )
+        if verified is not None:
+            self._write_context(verified, _index(kept_rows))
         for emission, num_kept in commits:
             self._commit_one(emission, num_kept, changed)
         self._num_steps += 1
         return [group.output() for group in changed.values()]
+
+    def _write_context(self, output: TargetOutput, rows: slice | torch.Tensor) -> None:
+        """Draft context of rows whose positions are final. Slices take time, and not every proposer has a context."""
+        if self._proposer.tap_layer_ids:
+            self._proposer.write_context(
+                taps_NF=output.taps_NF[rows], positions_N=output.positions_N[rows], slots_N=output.slots_N[rows]
+            )
 
     def _take(self, emission: Emission) -> int:
         """Hand tokens to their sequence. A failure here (a tokenizer's, say) ends that request alone."""

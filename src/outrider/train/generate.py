@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.batch.expert_metadata import ExpertMetadata
 from outrider.config import QuantizationName
 from outrider.errors import ConfigError
-from outrider.layers.attention.interface import BlockMetadata, CausalMetadata, LayerKV
+from outrider.layers.attention.interface import AttentionBackend, BlockMetadata, CausalMetadata, LayerKV
 from outrider.models.decoder import Decoder
 from outrider.models.interface import DecoderOutput
 from outrider.models.native_decoder import NativeDecoder
@@ -75,39 +75,25 @@ class ChatFrame:
         )
 
 
-class StaticAttention:
+class LaneAttention:
     """``AttentionBackend`` of the generator: lane b owns slots b * L .. b * L + L.
 
-    One query row for each lane in ascending order, or stretches of rows for some of them.
+    One query row for each lane in ascending order; stretches of rows for some of them are ``ragged``'s.
     """
 
-    def __init__(self, lanes: int) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: int, ragged: AttentionBackend) -> None:
+        self.lanes, self.ragged = lanes, ragged
 
     def write_kv(self, kv: LayerKV, *, key_NHD: Tensor, value_NHD: Tensor, slot_mapping_N: Tensor) -> None:
         kv.key_SHD.index_copy_(0, slot_mapping_N, key_NHD)
         kv.value_SHD.index_copy_(0, slot_mapping_N, value_NHD)
 
     def causal(self, query_NHD: Tensor, kv: LayerKV, metadata: CausalMetadata, *, scale: float) -> Tensor:
+        if metadata.max_query_len > 1 or len(metadata.seq_lens_R) < self.lanes:
+            return self.ragged.causal(query_NHD, kv, metadata, scale=scale)
         shape = (self.lanes, -1, *kv.key_SHD.shape[1:])
         key, value = kv.key_SHD.view(shape), kv.value_SHD.view(shape)
-        if metadata.max_query_len == 1 and len(metadata.seq_lens_R) == self.lanes:
-            return decode_attention(query_NHD, key, value, metadata.seq_lens_R, scale=scale)
-        output_NHD = torch.empty_like(query_NHD)
-        starts = metadata.query_start_loc_R1.tolist()
-        lanes = metadata.block_tables_RB[:, 0].tolist()
-        for start, stop, lane, length in zip(starts, starts[1:], lanes, metadata.seq_lens_R.tolist(), strict=False):
-            before = length - (stop - start)
-            seen_QL = torch.arange(length) <= before + torch.arange(stop - start)[:, None]
-            output_NHD[start:stop] = torch.nn.functional.scaled_dot_product_attention(
-                query_NHD[start:stop].transpose(0, 1),
-                key[lane, :length].transpose(0, 1),
-                value[lane, :length].transpose(0, 1),
-                attn_mask=seen_QL,
-                scale=scale,
-                enable_gqa=True,
-            ).transpose(0, 1)
-        return output_NHD
+        return decode_attention(query_NHD, key, value, metadata.seq_lens_R, scale=scale)
 
     def block(
         self,
@@ -377,7 +363,8 @@ def _lane_attention(target: Decoder | NativeDecoder, lanes: int) -> Iterator[Non
     if isinstance(target, NativeDecoder):
         yield
         return
-    backend, target.backend = target.backend, StaticAttention(lanes)
+    backend = target.backend
+    target.backend = LaneAttention(lanes, backend)
     try:
         yield
     finally:
