@@ -96,6 +96,18 @@ def test_trains_exports_and_resumes(target: Path, tmp_path: Path) -> None:
     assert resumed["held_out"] == summary["held_out"]
 
 
+def test_the_loss_is_made_as_asked_and_a_resumed_run_keeps_to_it(target: Path, tmp_path: Path) -> None:
+    asked = ("--slot-decay", "1", "--ce-weight", "0.5", "--loss-columns", "40", "--feature-weight", "0.25")
+    assert _run(target, tmp_path / "run", *asked)["exit"] == 0
+    made = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["training"]
+    assert [made[key] for key in ("slot_decay", "ce", "loss_columns", "feature")] == [1.0, 0.5, 40, 0.25]
+    for option, message in (("--ce-weight", "training.ce=0.5, not 0.0"), ("--slot-decay", "training.slot_decay=1.0")):
+        kept = [part for i in range(0, len(asked), 2) if asked[i] != option for part in asked[i : i + 2]]
+        refused = _run(target, tmp_path / "run", "--resume", *kept)
+        assert refused["exit"] == 1
+        assert message in str(refused["error"])
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

@@ -90,6 +90,14 @@ def train_command(
     slot_decay: Annotated[
         float, typer.Option(min=0.01, help="Slot k of a block weighs exp(-k / this) in the loss.")
     ] = 2.5,
+    ce_weight: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Weight of the cross-entropy on the answers' own tokens: some acceptance at temperature 1 for some "
+            "more at 0.",
+        ),
+    ] = 0.0,
     loss_columns: Annotated[
         int, typer.Option(min=0, help="Vocabulary entries a step's loss looks at, a quarter of them drawn; 0: all.")
     ] = 0,
@@ -154,6 +162,7 @@ def train_command(
                 learning_rate=learning_rate,
                 seed=seed,
                 slot_decay=slot_decay,
+                ce=ce_weight,
                 loss_columns=loss_columns,
                 feature=feature_weight,
             ),
