@@ -164,6 +164,7 @@ class EngineArgs:
     draft: str = "auto"
     num_speculative_tokens: int | None = None
     draft_confidence_threshold: float = 0.0
+    speculative_disable_by_batch_size: int | None = None  # None: drafting at any load
     prompt_lookup_max: int | None = None  # None: 3
     prompt_lookup_min: int | None = None  # None: 1
     draft_self_test: bool = True
@@ -192,8 +193,9 @@ class EngineArgs:
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size", "max_num_waiting",
                      "data_parallel_size", "tensor_parallel_size", "nnodes"):  # fmt: skip
             _require_at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "kv_cache_memory_bytes", "num_speculative_tokens", "prompt_lookup_max",
-                     "prompt_lookup_min", "distributed_timeout_seconds"):  # fmt: skip
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_speculative_tokens",
+                     "speculative_disable_by_batch_size", "prompt_lookup_max", "prompt_lookup_min",
+                     "distributed_timeout_seconds"):  # fmt: skip
             if getattr(self, name) is not None:
                 _require_at_least(name, getattr(self, name), 1)
         _require_at_least("seed", self.seed, 0)
@@ -223,7 +225,13 @@ class EngineArgs:
         """One engine of a comparison between proposers: what its own has no use for is left open."""
         args = self
         if draft != self.draft:
-            args = dataclasses.replace(args, draft=draft, num_speculative_tokens=None, draft_confidence_threshold=0.0)
+            args = dataclasses.replace(
+                args,
+                draft=draft,
+                num_speculative_tokens=None,
+                draft_confidence_threshold=0.0,
+                speculative_disable_by_batch_size=None,
+            )
         return args if draft == "lookup" else dataclasses.replace(args, prompt_lookup_max=None, prompt_lookup_min=None)
 
     def _check_nodes(self) -> None:
@@ -263,6 +271,7 @@ class EngineConfig:
     drafter_path: str  # "" without a drafter
     num_speculative_tokens: int  # 0 without a proposer
     draft_confidence_threshold: float
+    speculative_disable_by_batch_size: int  # 0: drafting at any load
     prompt_lookup_max: int
     prompt_lookup_min: int
     draft_self_test: bool

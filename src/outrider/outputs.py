@@ -99,6 +99,7 @@ class EngineStats:
     prefix_cache_hits: int  # prompt tokens found
     spec: SpecCounters
     steps_total: int
+    undrafted_tokens_total: int = 0  # decoded without drafting because of the load; they belong to no round
     graph_replays_total: int = 0  # passes run from a captured tier
     expert_load: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by model: rows each expert computed
     expert_parallel_size: int = 1  # ranks that whole experts are spread over, in blocks of equal size

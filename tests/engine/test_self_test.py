@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,6 @@ CARD = DrafterCard(
         floor=7.0,
     ),
 )
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The package's log does not reach the root logger, where pytest listens."""
-    logger = logging.getLogger("outrider")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def with_card(zoo: Zoo, drafter: str, directory: Path) -> str:

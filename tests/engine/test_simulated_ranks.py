@@ -13,7 +13,7 @@ import pytest
 from tests import fixtures
 from tests.engine.zoo import Zoo, assert_same_but_for_ties, generate, greedy, random_prompt
 
-from outrider import SamplingParams
+from outrider import LLM, SamplingParams
 from outrider.batch.step_plan import EAGER, PassKind, StepFamily, StepPlan
 from outrider.config import EngineArgs
 from outrider.engine.engine_core import EngineCore
@@ -57,7 +57,14 @@ class Ranks:
     """Engines of ``num_ranks`` data-parallel ranks, with expert parallelism unless told, run on simulated ranks."""
 
     def __init__(
-        self, model: str, draft: str, *, num_ranks: int, enforce_eager: bool, expert_parallel: bool = True
+        self,
+        model: str,
+        draft: str,
+        *,
+        num_ranks: int,
+        enforce_eager: bool,
+        expert_parallel: bool = True,
+        drafted_for: int | None = None,
     ) -> None:
         self.args = EngineArgs(
             model=model,
@@ -70,6 +77,7 @@ class Ranks:
             enable_expert_parallel=expert_parallel,
             enforce_eager=enforce_eager,
             quantization="none",
+            speculative_disable_by_batch_size=drafted_for,
         )
         self.simulation = Simulation(topology_of(self.args))
         self.plans: list[list[StepPlan]] = [[] for _ in range(num_ranks)]  # of every step, by rank
@@ -106,7 +114,29 @@ def test_all_ranks_issue_the_same_collectives(
     for plan in mixed:  # decode passes stay in their tiers
         assert all((p.tier == EAGER) == (enforce_eager or p.kind is PassKind.PREFILL) for p in plan.passes)
 
-    alone = zoo.llm(model, draft, max_model_len=64)
+    assert_as_alone(zoo.llm(model, draft, max_model_len=64), vectors, results)
+
+
+def test_ranks_that_draft_beside_ranks_with_too_many_requests_for_it(zoo: Zoo, tmp_path: Path) -> None:
+    """The crowded ones have decodes and no drafts, and run the drafter's pass all the same: it has experts."""
+    model, draft = str(fixtures.make_moe_target(tmp_path / "target")), drafter_path("moe", zoo, tmp_path)
+    ranks = Ranks(model, draft, num_ranks=NUM_RANKS, enforce_eager=False, drafted_for=2)
+    results = ranks.run(VECTORS)
+    issued = [[str(call) for call in calls] for calls in ranks.simulation.calls]
+    assert all(calls == issued[0] for calls in issued)
+    beside = 0
+    for plan in ranks.plans[0]:
+        drafts, verifies = plan.find(PassKind.DRAFT), plan.find(PassKind.VERIFY)
+        if drafts is not None and verifies is not None:
+            requests = zip(drafts.requests, verifies.requests, strict=True)
+            beside += any(drafted.value == 0 < verified.value for drafted, verified in requests)
+    assert beside > 10, "no rank was crowded while another drafted"
+    assert_as_alone(zoo.llm(model, draft, max_model_len=64), VECTORS, results)
+
+
+def assert_as_alone(
+    alone: LLM, vectors: Sequence[Sequence[int]], results: Sequence[Sequence[Sequence[RequestOutput]]]
+) -> None:
     for index, vector in enumerate(vectors):
         for rank in range(NUM_RANKS):
             load = load_of(vector, rank)

@@ -145,6 +145,7 @@ class FakeEngine:
             prefix_cache_hits=10,
             spec=SpecCounters(rounds=10, offered=30, accepted=15, emitted=25, per_position=((10, 9), (10, 5), (10, 1))),
             steps_total=12,
+            undrafted_tokens_total=6,
             expert_load={"target": (5, 0, 7, 9)},
             expert_parallel_size=2,
         )

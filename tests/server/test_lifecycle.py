@@ -172,6 +172,7 @@ def test_metrics() -> None:
         ("expert_rows_total", "2", "target", "1"): 7, ("expert_rows_total", "3", "target", "1"): 9,
         ("request_success_total", "abort"): 0, ("spec_decode_num_drafts_total",): 10,
         ("spec_decode_num_draft_tokens_total",): 30, ("spec_decode_num_accepted_tokens_total",): 15,
+        ("spec_decode_num_undrafted_tokens_total",): 6,
         ("spec_decode_num_emitted_tokens_total",): 25, ("spec_decode_accepted_length",): 2.5,
         ("spec_decode_acceptance_rate",): 0.5, ("spec_decode_num_accepted_tokens_per_pos_total", "0"): 9,
         ("spec_decode_num_accepted_tokens_per_pos_total", "2"): 1,

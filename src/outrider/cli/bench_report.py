@@ -41,6 +41,7 @@ def settings(
         "drafter_path": config.drafter_path or None,
         "num_speculative_tokens": config.num_speculative_tokens,
         "draft_confidence_threshold": config.draft_confidence_threshold,
+        "speculative_disable_by_batch_size": config.speculative_disable_by_batch_size or None,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,

@@ -83,5 +83,6 @@ def report_json(report: ServerReport) -> dict[str, object]:
         "preemptions": stats.preemptions_total,
         "prefix_cache": {"queries": stats.prefix_cache_queries, "hits": stats.prefix_cache_hits},
         "steps": stats.steps_total,
+        "undrafted_tokens": stats.undrafted_tokens_total,
         "spec": spec_json(stats.spec),
     }

@@ -77,7 +77,8 @@ class Emission:
     token_ids: tuple[int, ...]
     logprobs: Seq[RawLogprobs]
     first_row: int  # of its rows in the verify pass
-    num_offered: int  # drafts verified; -1: the token comes from prefill and belongs to no round
+    num_offered: int  # drafts verified; -1: the token comes from prefill
+    is_round: bool  # False: of prefill, or decoded without drafting because of the load
     error: str  # why the request cannot go on; "" if it can
 
 
@@ -122,6 +123,7 @@ class EngineCore:
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
+        self._num_undrafted_tokens = 0
 
     # ---- requests
 
@@ -182,11 +184,12 @@ class EngineCore:
     def _agree(self, schedule: SchedulerOutput) -> StepPlan:
         """One row of integers from every rank, one plan for all of them."""
         num_decodes = len(schedule.decodes)
+        drafting = any(decode.drafting for decode in schedule.decodes)
         row = RankRow(
             prefill_requests=len(schedule.prefills),
             prefill_tokens=sum(chunk.length for chunk in schedule.prefills),
             prefill_logit_rows=sum(chunk.samples for chunk in schedule.prefills),
-            draft_requests=num_decodes if self._proposer.draft_width else 0,
+            draft_requests=num_decodes if self._proposer.draft_width and drafting else 0,
             verify_requests=num_decodes,
             verify_tokens=sum(decode.verify_width for decode in schedule.decodes),
             graph_capable=int(self._graphs.capable),
@@ -233,6 +236,7 @@ class EngineCore:
                     logprobs=found,
                     first_row=-1,
                     num_offered=-1,
+                    is_round=False,
                     error="" if finite else NOT_FINITE,
                 )
             )
@@ -251,6 +255,10 @@ class EngineCore:
         return [token_id for result in accepted for token_id in result.token_ids]
 
     def _draft(self, plan: StepPlan, decodes: Seq[DecodeRow]) -> Proposal:
+        """Drafts of all or, where none of them drafts, of none; other ranks may need this one in their pass."""
+        if not any(decode.drafting for decode in decodes):
+            self._proposer.propose(plan, [])
+            return Proposal.one_hot([()] * len(decodes))
         requests = []
         for decode in decodes:
             request, state = decode.request, self._sequences[decode.request.request_id].state
@@ -312,6 +320,7 @@ class EngineCore:
                 logprobs=found,
                 first_row=start,
                 num_offered=window.num_offered,
+                is_round=window.row.drafting,
                 # Rows behind the emitted tokens belong to rejected drafts, which the target alone would never have run.
                 error="" if all(verified.finite_K[start : start + len(result.token_ids)]) else NOT_FINITE,
             )
@@ -401,6 +410,9 @@ class EngineCore:
         if emission.num_offered < 0:
             self._num_prompt_tokens += emission.sequence.count_prompt_tokens(emission.num_computed)
             return
+        if not emission.is_round:
+            self._num_undrafted_tokens += num_kept
+            return
         accepted = min(num_kept, len(emission.token_ids) - 1)
         for spec in (self._spec, emission.sequence.spec):
             spec.add_round(offered=emission.num_offered, accepted=accepted, emitted=num_kept)
@@ -462,6 +474,7 @@ class EngineCore:
             prefix_cache_queries=kv_cache.num_queried_tokens,
             prefix_cache_hits=kv_cache.num_hit_tokens,
             spec=self._spec.snapshot(),
+            undrafted_tokens_total=self._num_undrafted_tokens,
             steps_total=self._num_steps,
             graph_replays_total=self._graphs.num_replays,
             expert_load=self._expert_load.snapshot(),

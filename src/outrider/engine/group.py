@@ -277,6 +277,7 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
         for name in (
             "num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prompt_tokens_total",
             "generation_tokens_total", "preemptions_total", "prefix_cache_queries", "prefix_cache_hits",
+            "undrafted_tokens_total",
         )
     }  # fmt: skip
     return EngineStats(

@@ -140,6 +140,7 @@ def resolve(args: EngineArgs) -> ResolvedEngine:
         drafter_path=path,
         num_speculative_tokens=gamma,
         draft_confidence_threshold=args.draft_confidence_threshold,
+        speculative_disable_by_batch_size=args.speculative_disable_by_batch_size or 0,
         prompt_lookup_max=args.prompt_lookup_range[1],
         prompt_lookup_min=args.prompt_lookup_range[0],
         draft_self_test=args.draft_self_test,
@@ -165,6 +166,11 @@ def _require_a_use(args: EngineArgs, *, has_experts: bool, proposer: ProposerNam
             raise ConfigError(
                 f"{name}={getattr(args, name)} is about prompt lookup; it needs draft='lookup', not {args.draft!r}"
             )
+    if proposer == "none" and args.speculative_disable_by_batch_size is not None:
+        raise ConfigError(
+            f"speculative_disable_by_batch_size={args.speculative_disable_by_batch_size} is about drafting; "
+            f"draft={args.draft!r} drafts nothing"
+        )
     if has_experts:
         return
     if args.enable_expert_parallel:
@@ -349,6 +355,7 @@ def _new_scheduler(config: EngineConfig) -> Scheduler:
             enable_chunked_prefill=config.enable_chunked_prefill,
             max_model_len=config.max_model_len,
             max_waiting=config.max_num_waiting,
+            speculative_disable_by_batch_size=config.speculative_disable_by_batch_size,
         ),
         KVCacheManager(
             num_blocks=config.num_kv_blocks,

@@ -25,14 +25,17 @@ class PrefillChunk:
 class DecodeRow:
     """Verify the anchor at position p = ``request.num_computed_tokens`` and ``verify_width - 1`` drafts behind it.
 
-    The slots of p .. p + verify_width - 1 are allocated and within the context limit.
+    The slots of p .. p + verify_width - 1 are allocated and within the context limit. Without ``drafting`` it is one
+    row, because of the load, and no round of drafting.
     """
 
     request: Request
     verify_width: int
+    drafting: bool = True
 
     def __post_init__(self) -> None:
         assert self.verify_width >= 1, self.verify_width
+        assert self.drafting or self.verify_width == 1, self.verify_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

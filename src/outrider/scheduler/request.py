@@ -83,6 +83,11 @@ class Request:
         return bool(self.output_token_ids) and self.num_computed_tokens == self.num_tokens - 1
 
     @property
+    def needs_drafts(self) -> bool:
+        """Whether its tokens depend on what was drafted: sampled ones do, and a seed of its own promises them again."""
+        return self.params.seed is not None and not self.params.is_greedy
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

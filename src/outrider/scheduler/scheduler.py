@@ -2,10 +2,12 @@
 
 One step's token budget goes to decode rows first (each costs its verify width), then to prefill chunks of running
 requests, then to new ones. What a request computes in a round never depends on the others: its verify window is
-``1 + num_speculative_tokens`` rows, shortened by the context limit alone, never by budget or memory. A decode that does
-not fit in the budget waits for the next step, the longest-waiting ones going first. One that finds no block preempts
-the youngest running request, itself if need be; that one goes to the front of the queue and later computes all its
-tokens but the anchor again, so its rounds continue where they were cut.
+``1 + num_speculative_tokens`` rows, shortened by the context limit alone, never by budget or memory. Where more than
+``speculative_disable_by_batch_size`` requests run it is one row, but only for those whose tokens cannot tell, as they
+do not ``Request.needs_drafts``. A decode that does not fit in the budget waits for the next step, the longest-waiting
+ones going first. One that finds no block preempts the youngest running request, itself if need be; that one goes to
+the front of the queue and later computes all its tokens but the anchor again, so its rounds continue where they were
+cut.
 
 Why it never stalls: the oldest request is never preempted, and ``add`` refuses every request that could not reach its
 full length with the whole pool to itself. So the oldest always moves on, nothing is cut short for lack of memory, and
@@ -35,11 +37,16 @@ class SchedulerConfig:
     enable_chunked_prefill: bool
     max_model_len: int  # context limit: prompt and output of one request
     max_waiting: int  # queued requests; one more is refused
+    speculative_disable_by_batch_size: int = 0  # where more run, only requests that need drafts get them; 0: all do
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.speculative_disable_by_batch_size < 0:
+            raise ConfigError(
+                f"speculative_disable_by_batch_size={self.speculative_disable_by_batch_size} must not be negative"
+            )
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} must be at least 2: one prompt and one new token")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -119,33 +126,36 @@ class Scheduler:
     def _check_can_finish(self, request: Request) -> None:
         self._lengths.check(num_prompt_tokens=request.num_prompt_tokens, max_total_tokens=request.max_total_tokens)
 
-    def _verify_width(self, anchor_position: int) -> int:
-        return self._lengths.verify_width(anchor_position)
+    def _decode_row(self, request: Request, *, crowded: bool) -> DecodeRow:
+        if crowded and not request.needs_drafts:
+            return DecodeRow(request=request, verify_width=1, drafting=False)
+        return DecodeRow(request=request, verify_width=self._lengths.verify_width(request.num_tokens - 1))
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's rows and give them their slots."""
         preempted: list[Request] = []
-        rows, budget = self._schedule_decodes(preempted)
+        crowded = 0 < self.config.speculative_disable_by_batch_size < len(self._running)
+        rows, budget = self._schedule_decodes(preempted, crowded=crowded)
         chunks: list[PrefillChunk] = []
         for request in self._running:
             if not request.is_decoding:
                 budget -= self._append_chunk(chunks, request, budget)
         if not preempted:  # else the first in the queue has just lost its blocks, and cannot have them back yet
-            self._admit(rows, chunks, budget)
+            self._admit(rows, chunks, budget, crowded=crowded)
         rows.sort(key=lambda row: row.request.arrival_index)
         return SchedulerOutput(prefills=tuple(chunks), decodes=tuple(rows), preempted=tuple(preempted))
 
-    def _schedule_decodes(self, preempted: list[Request]) -> tuple[list[DecodeRow], int]:
+    def _schedule_decodes(self, preempted: list[Request], *, crowded: bool) -> tuple[list[DecodeRow], int]:
         """The decode rows of running requests, and the budget they leave. Appends whom it preempts."""
-        decoding = [request for request in self._running if request.is_decoding]
+        decoding = [self._decode_row(r, crowded=crowded) for r in self._running if r.is_decoding]
         budget = self.config.max_num_batched_tokens
-        if sum(self._verify_width(request.num_computed_tokens) for request in decoding) > budget:
-            decoding.sort(key=lambda request: (request.last_turn, request.arrival_index))
+        if sum(row.verify_width for row in decoding) > budget:
+            decoding.sort(key=lambda row: (row.request.last_turn, row.request.arrival_index))
         rows: dict[str, DecodeRow] = {}
-        for request in decoding:
+        for row in decoding:
+            request, width = row.request, row.verify_width
             if request.status is not RequestStatus.RUNNING:  # preempted by an earlier one in this loop
                 continue
-            width = self._verify_width(request.num_computed_tokens)
             if width > budget:
                 break  # not a narrower one instead: whoever waited longest goes first
             while not self.kv_cache.allocate(request.block_ids, request.num_computed_tokens + width):
@@ -157,7 +167,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                rows[request.request_id] = DecodeRow(request=request, verify_width=width)
+                rows[request.request_id] = row
                 budget -= width
         for row in rows.values():
             self._take_turn(row.request)
@@ -177,7 +187,7 @@ class Scheduler:
         chunks.append(PrefillChunk(request=request, start=start, length=length, samples=samples))
         return length
 
-    def _admit(self, rows: list[DecodeRow], chunks: list[PrefillChunk], budget: int) -> None:
+    def _admit(self, rows: list[DecodeRow], chunks: list[PrefillChunk], budget: int, *, crowded: bool) -> None:
         """Start waiting requests in order while seats, blocks and budget last."""
         while self._waiting and len(self._running) < self.config.max_num_seqs and budget > 0:
             request = self._waiting[0]
@@ -186,7 +196,8 @@ class Scheduler:
             end = request.prefill_end
             if not self.config.enable_chunked_prefill and end - num_matched > budget:
                 break
-            width = self._verify_width(request.num_tokens - 1) if request.output_token_ids else 0
+            row = self._decode_row(request, crowded=crowded)
+            width = row.verify_width if request.output_token_ids else 0
             if width > budget and num_matched == end:
                 break  # nothing to prefill, and its decode row has no room
             # All of the prefill is allocated now, so that only decodes ever run short of blocks. One block more for
@@ -205,7 +216,7 @@ class Scheduler:
                 grown = self.kv_cache.allocate(request.block_ids, end + width)
                 assert grown
                 self._take_turn(request)
-                rows.append(DecodeRow(request=request, verify_width=width))
+                rows.append(row)
                 budget -= width
             else:
                 budget -= self._append_chunk(chunks, request, budget)

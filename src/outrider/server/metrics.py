@@ -91,6 +91,7 @@ class _EngineCollector(Collector):
             ("spec_decode_num_draft_tokens", "Drafts offered.", spec.offered),
             ("spec_decode_num_accepted_tokens", "Drafts that became output.", spec.accepted),
             ("spec_decode_num_emitted_tokens", "Tokens emitted by rounds, bonus included.", spec.emitted),
+            ("spec_decode_num_undrafted_tokens", "Tokens not drafted due to load.", stats.undrafted_tokens_total),
         ):
             counter = CounterMetricFamily(f"outrider:{name}", text, labels=["model_name"])
             counter.add_metric([self._model_name], value)

@@ -2,7 +2,8 @@
 
 A round is one verify row window of one request. ``offered`` counts the drafts that were verified in it, ``accepted``
 those that became output (a draft accepted behind a stop event is not output), ``emitted`` the tokens that became
-output, the target's own token at the end included. Tokens sampled by prefill belong to no round.
+output, the target's own token at the end included. Tokens sampled by prefill belong to no round, nor do those that a
+drafting engine decodes without drafts because too many requests run.
 """
 
 from __future__ import annotations
