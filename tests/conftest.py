@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -34,3 +35,12 @@ def _packed_weights_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_cache, "packed_directory", lambda: directory)
         yield
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The package's log does not reach the root logger, where pytest listens."""
+    logger = logging.getLogger("outrider")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

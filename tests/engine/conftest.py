@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +20,3 @@ def zoo(request: pytest.FixtureRequest, _zoo_root: Path) -> Zoo:
     if back_end != "torch" and load_kernels() is None:
         pytest.skip("no C++ compiler")
     return Zoo(_zoo_root, back_end=back_end)
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The package's log does not reach the root logger, where pytest listens."""
-    logger = logging.getLogger("outrider")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)

@@ -6,10 +6,8 @@ Files that nobody will read again go, and the total is bounded; what is in use s
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +33,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "packed"
     monkeypatch.setattr(packed_cache, "packed_directory", lambda: path)
     return path
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = logging.getLogger("outrider")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def text(zoo: Zoo, mode: QuantizationName, **args: Any) -> tuple[list[int], int]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +18,6 @@ has_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clan
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     return tmp_path / "kernels"
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = logging.getLogger("outrider")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def build(sources: dict[str, str] = SOURCES) -> ctypes.CDLL | None:
