@@ -19,7 +19,7 @@ from outrider.bench.workload import BenchRequest, SamplingPlan
 from outrider.config import EngineArgs
 from outrider.engine.engine import Engine
 from outrider.engine.setup import resolve
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 
 PLAN = SamplingPlan(max_tokens=17, temperature=0.0, top_p=1.0, ignore_eos=True, sampling_seed=0)
 
@@ -134,6 +134,12 @@ def test_acceptance_is_pooled_over_data_sets(contenders: Contenders) -> None:
     assert pooled.ci95[0] < pooled.spec.accepted_length < pooled.ci95[1]
     assert report.by_data["even"].lookup.spec.emitted == 32
     assert report.pooled.lookup.spec.accepted_length < 2
+
+
+def test_acceptance_of_an_engine_that_leaves_drafts_out_is_refused(contenders: Contenders) -> None:
+    limited = Contenders.load(dataclasses.replace(contenders.args, speculative_disable_by_batch_size=1))
+    with pytest.raises(ConfigError, match="speculative_disable_by_batch_size=1 leaves drafts out"):
+        measure_acceptance(limited, {"even": _requests(2)})
 
 
 def test_http_counts_what_the_python_api_counts(contenders: Contenders) -> None:

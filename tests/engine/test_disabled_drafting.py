@@ -73,6 +73,9 @@ def test_the_self_test_drafts_whatever_the_limit(zoo: Zoo, tmp_path: Path, log: 
 def test_a_limit_without_a_meaning_is_refused(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match="speculative_disable_by_batch_size=0 must be an integer of at least 1"):
         EngineArgs(speculative_disable_by_batch_size=0)
+    args = EngineArgs(model=str(zoo.path("rand")), draft="lookup", max_num_seqs=4, speculative_disable_by_batch_size=4)
+    with pytest.raises(ConfigError, match=r"speculative_disable_by_batch_size=4 must be below max_num_seqs=4"):
+        resolve(args)
     args = EngineArgs(model=str(zoo.path("rand")), draft="none", speculative_disable_by_batch_size=4)
     with pytest.raises(ConfigError, match=r"speculative_disable_by_batch_size=4 is about drafting; draft='none'"):
         resolve(args)

@@ -64,6 +64,12 @@ def measure_acceptance(
     on_served: Callable[[], object] = lambda: None,
 ) -> AcceptanceReport:
     """``data``: requests by the name of their data set. ``on_served`` is called once a request and proposer."""
+    limit = contenders.config.speculative_disable_by_batch_size
+    if limit:
+        raise ConfigError(
+            f"speculative_disable_by_batch_size={limit} leaves drafts out under load, and acceptance is measured with "
+            "all requests together; leave it out here"
+        )
     chosen = contenders.config.proposer
     measured = {name: _serve(contenders, name, data, on_served) for name in dict.fromkeys((chosen, "lookup"))}
 

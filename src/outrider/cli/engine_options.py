@@ -34,8 +34,9 @@ HELP: dict[str, str] = {
     "draft": "auto (the drafter bundled for the model), none, lookup (prompt lookup) or a drafter's directory.",
     "num_speculative_tokens": "Tokens proposed per round; by default all that the drafter was trained for.",
     "draft_confidence_threshold": "Verify drafts only up to the first of lower confidence; 0 verifies all.",
-    "speculative_disable_by_batch_size": "Where more requests run than this, decode without drafts those whose text "
-    "cannot tell: greedy ones, and sampled ones without a seed of their own. By default drafts are made at any load.",
+    "speculative_disable_by_batch_size": "Where more requests run on a rank than this, prefilling ones included, "
+    "decode without drafts those whose text cannot tell: greedy ones, and sampled ones without a seed of their own "
+    "(generate and bench give each a seed). By default drafts are made at any load.",
     "prompt_lookup_max": "Longest run of tokens that prompt lookup searches for; by default 3.",
     "prompt_lookup_min": "Shortest run of tokens that prompt lookup searches for; by default 1.",
     "draft_self_test": "Hold the drafter against the figure stored beside it when it is loaded.",

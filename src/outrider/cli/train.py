@@ -94,8 +94,8 @@ def train_command(
         float,
         typer.Option(
             min=0.0,
-            help="Weight of the cross-entropy on the answers' own tokens: some acceptance at temperature 1 for some "
-            "more at 0.",
+            help="Weight of the cross-entropy on the answers' own tokens, which favours acceptance at the temperatures "
+            "they were sampled at.",
         ),
     ] = 0.0,
     loss_columns: Annotated[

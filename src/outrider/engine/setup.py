@@ -166,10 +166,15 @@ def _require_a_use(args: EngineArgs, *, has_experts: bool, proposer: ProposerNam
             raise ConfigError(
                 f"{name}={getattr(args, name)} is about prompt lookup; it needs draft='lookup', not {args.draft!r}"
             )
-    if proposer == "none" and args.speculative_disable_by_batch_size is not None:
+    limit = args.speculative_disable_by_batch_size
+    if limit is not None and proposer == "none":
         raise ConfigError(
-            f"speculative_disable_by_batch_size={args.speculative_disable_by_batch_size} is about drafting; "
-            f"draft={args.draft!r} drafts nothing"
+            f"speculative_disable_by_batch_size={limit} is about drafting; draft={args.draft!r} drafts nothing"
+        )
+    if limit is not None and limit >= args.max_num_seqs:
+        raise ConfigError(
+            f"speculative_disable_by_batch_size={limit} must be below max_num_seqs={args.max_num_seqs}: no more "
+            "requests than that ever run"
         )
     if has_experts:
         return
