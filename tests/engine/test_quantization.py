@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +81,16 @@ def resolved(path: Path | str, **args: Any) -> str:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+def said(log: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What the log said of the back end since the last time it was asked."""
-    logger = logging.getLogger("outrider")
-    logger.addHandler(caplog.handler)
     quantization._say_once.cache_clear()
 
     def lines() -> list[str]:
-        found = [line for line in caplog.messages if "runs in torch" in line]
-        caplog.clear()
+        found = [line for line in log.messages if "runs in torch" in line]
+        log.clear()
         return found
 
-    yield lines
-    logger.removeHandler(caplog.handler)
+    return lines
 
 
 @needs_kernels

@@ -175,7 +175,7 @@ class EngineCore:
         schedule = self._scheduler.schedule()
         plan = self._agree(schedule)
         emissions = self._prefill(plan, schedule.prefills)
-        proposal = self._draft(plan, schedule.decodes)
+        proposal = self._draft(plan, schedule)
         windows = self._choose_verify_lengths(schedule.decodes, proposal)
         verified = self._verify(plan, windows)
         emissions += self._accept(windows, proposal, verified)
@@ -184,12 +184,11 @@ class EngineCore:
     def _agree(self, schedule: SchedulerOutput) -> StepPlan:
         """One row of integers from every rank, one plan for all of them."""
         num_decodes = len(schedule.decodes)
-        drafting = any(decode.drafting for decode in schedule.decodes)
         row = RankRow(
             prefill_requests=len(schedule.prefills),
             prefill_tokens=sum(chunk.length for chunk in schedule.prefills),
             prefill_logit_rows=sum(chunk.samples for chunk in schedule.prefills),
-            draft_requests=num_decodes if self._proposer.draft_width and drafting else 0,
+            draft_requests=num_decodes if self._proposer.draft_width and schedule.drafting else 0,
             verify_requests=num_decodes,
             verify_tokens=sum(decode.verify_width for decode in schedule.decodes),
             graph_capable=int(self._graphs.capable),
@@ -254,13 +253,13 @@ class EngineCore:
         )
         return [token_id for result in accepted for token_id in result.token_ids]
 
-    def _draft(self, plan: StepPlan, decodes: Seq[DecodeRow]) -> Proposal:
+    def _draft(self, plan: StepPlan, schedule: SchedulerOutput) -> Proposal:
         """Drafts of all or, where none of them drafts, of none; other ranks may need this one in their pass."""
-        if not any(decode.drafting for decode in decodes):
+        if not schedule.drafting:
             self._proposer.propose(plan, [])
-            return Proposal.one_hot([()] * len(decodes))
+            return Proposal.one_hot([()] * len(schedule.decodes))
         requests = []
-        for decode in decodes:
+        for decode in schedule.decodes:
             request, state = decode.request, self._sequences[decode.request.request_id].state
             p = request.num_computed_tokens
             requests.append(

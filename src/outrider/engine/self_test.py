@@ -35,13 +35,18 @@ def run_self_test(core: EngineCore, card: DrafterCard, *, num_speculative_tokens
         )  # fmt: skip
         return 0.0
     params = SamplingParams(temperature=0.0, max_tokens=test.max_tokens, ignore_eos=True)
-    # A queue may be shorter than the card, and so may be the number of requests that are drafted for together.
-    room = min(core.config.max_num_waiting, core.config.speculative_disable_by_batch_size or len(test.prompts))
+    # More at a time would be decoded without drafts.
+    together = core.config.speculative_disable_by_batch_size or len(test.prompts)
+
+    def has_room() -> bool:
+        stats = core.stats()  # a queue may be shorter than the card
+        return stats.num_waiting < core.config.max_num_waiting and stats.num_waiting + stats.num_running < together
+
     prompts = [p for p in test.prompts if len(p) + test.max_tokens <= core.config.max_model_len]
     pending = list(enumerate(prompts))
     running = True
     while running:  # until no rank has any left, so that all of them take as many steps
-        while pending and core.stats().num_waiting + core.stats().num_running < room:
+        while pending and has_room():
             index, prompt = pending.pop(0)
             try:
                 core.add_request(request_id=f"self-test-{index}", prompt=None, prompt_token_ids=prompt, params=params)

@@ -49,5 +49,10 @@ class SchedulerOutput:
         return sum(c.length for c in self.prefills) + sum(r.verify_width for r in self.decodes)
 
     @property
+    def drafting(self) -> bool:
+        """Whether any decode row is a round of drafting."""
+        return any(row.drafting for row in self.decodes)
+
+    @property
     def is_empty(self) -> bool:
         return not self.prefills and not self.decodes
