@@ -3,8 +3,9 @@
 // A unit of work is some consecutive query rows of one request, key/value heads with all query heads that share them,
 // and a range of chunks of CHUNK positions. Per chunk three sweeps: scores (keys transposed, so that a vector holds
 // positions), softmax, and the mix of values; chunks are merged in ascending order, on whichever thread. A row's sums
-// run in ascending head dimension or position and its chunks begin at fixed positions, whatever other rows do: its
-// result depends on what it sees alone, not on its neighbours in the pass, nor on how a prompt or the work was cut.
+// run in ascending pairs of head dimensions or of positions and its chunks begin at fixed positions, whatever other
+// rows do: its result depends on what it sees alone, not on its neighbours in the pass, nor on how a prompt or the work
+// was cut. Over keys and values of bf16, queries and the weights of values are rounded to bf16 too; sums stay fp32.
 #pragma once
 
 #include <algorithm>
@@ -81,7 +82,7 @@ struct Positions {
   }
 };
 
-INLINE int padded(int x) { return (x + LANES - 1) / LANES * LANES; }
+INLINE int padded(int x) { return (x + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
 
 template <class T>
 INLINE void load_row(const T* from, float* to, int dim) {
@@ -89,6 +90,90 @@ INLINE void load_row(const T* from, float* to, int dim) {
   for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d));
   for (; d < dim; ++d) to[d] = value(from[d]);
 }
+
+// What 16 sums multiply in one step: two neighbours each, of keys or values on one side and of queries or weights on the
+// other. Two vectors, and in scratch two planes of floats; or, where the processor multiplies bf16 as it is, one of words.
+// dot() adds the second product first.
+template <class T>
+struct Pairs {
+  static constexpr int PLANES = 2;
+  f32v first, second;
+
+  INLINE f32v dot(const Pairs& other, f32v acc) const { return fma(first, other.first, fma(second, other.second, acc)); }
+  static INLINE Pairs load(const float* from, size_t plane) {
+    return {outrider::load(from), outrider::load(from + plane)};
+  }
+  INLINE void store(float* to, size_t plane) const {
+    outrider::store(to, first);
+    outrider::store(to + plane, second);
+  }
+  // One pair for all sums, its planes side by side.
+  static INLINE Pairs all_of(const float* from) { return {splat(from[0]), splat(from[1])}; }
+  // Of a word with two bf16 each.
+  static INLINE Pairs of_words(i32v words) {
+    return {(f32v)(words << 16), (f32v)(words & splat(int32_t(0xffff0000)))};
+  }
+  // Columns d..d+16*C of two rows; sums of them get their columns in order by in_order().
+  template <int C>
+  static INLINE void of_rows(const T* first, const T* second, size_t d, Pairs (&to)[C]) {
+    for (int c = 0; c < C; ++c)
+      to[c] = {outrider::load(first + d + c * LANES), outrider::load(second + d + c * LANES)};
+  }
+  template <int C>
+  static INLINE void in_order(f32v (&)[C]) {}
+  // Neighbours i and beyond of a row of them for all_of(); of 16, x may come from there.
+  static INLINE void put(float* row, int i, float x) { row[i] = rounded(splat(x))[0]; }
+  static INLINE void put(float* row, int i, f32v x) { outrider::store(row + i, rounded(x)); }
+  static INLINE f32v rounded(f32v x) {
+    if constexpr (std::is_same_v<T, bf16>) return round_to_bf16(x);
+    else return x;
+  }
+};
+
+#if OUTRIDER_BF16
+template <>
+struct Pairs<bf16> {
+  static constexpr int PLANES = 1;
+  i32v both;
+
+  INLINE f32v dot(const Pairs& other, f32v acc) const {
+    return (f32v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)both, (__m512bh)other.both);
+  }
+  static INLINE Pairs load(const float* from, size_t) { return {(i32v)outrider::load(from)}; }
+  INLINE void store(float* to, size_t) const { outrider::store(to, (f32v)both); }
+  static INLINE Pairs all_of(const float* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return {splat(word)};
+  }
+  static INLINE Pairs of_words(i32v words) { return {words}; }
+  // The processor interleaves within quarters of a vector.
+  template <int C>
+  static INLINE void of_rows(const bf16* first, const bf16* second, size_t d, Pairs (&to)[C]) {
+    for (int c = 0; c < C; c += 2) {
+      const __m512i a = _mm512_loadu_si512(first + d + c * LANES), b = _mm512_loadu_si512(second + d + c * LANES);
+      to[c].both = (i32v)_mm512_unpacklo_epi16(a, b);
+      to[c + 1].both = (i32v)_mm512_unpackhi_epi16(a, b);
+    }
+  }
+  template <int C>
+  static INLINE void in_order(f32v (&sums)[C]) {
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    for (int c = 0; c < C; c += 2) {
+      const __m512d a = (__m512d)sums[c], b = (__m512d)sums[c + 1];
+      sums[c] = (f32v)_mm512_permutex2var_pd(a, low, b);
+      sums[c + 1] = (f32v)_mm512_permutex2var_pd(a, high, b);
+    }
+  }
+  static INLINE void put(float* row, int i, float x) {
+    const bf16 half = to_bf16(x);
+    std::memcpy((char*)row + i * sizeof(half), &half, sizeof(half));
+  }
+  static INLINE void put(float* row, int i, f32v x) {
+    _mm256_storeu_si256((__m256i*)((char*)row + i * sizeof(bf16)), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+  }
+};
+#endif
 
 #if OUTRIDER_AVX512
 // columns[c] = word c of each of 16 rows.
@@ -116,39 +201,35 @@ INLINE void transpose_words(__m512 (&a)[16], __m512 (&columns)[16]) {
 }
 
 // Columns d..d+31 of 16 rows of bf16, in pairs.
-INLINE void transpose_pairs(const bf16* const* rows, size_t d, __m512 (&pairs)[16]) {
-  __m512 a[16];
+INLINE void transpose_pairs(const bf16* const* rows, size_t d, Pairs<bf16> (&pairs)[16]) {
+  __m512 a[16], words[16];
   for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_ps((const float*)(rows[r] + d));
-  transpose_words(a, pairs);
+  transpose_words(a, words);
+  for (int c = 0; c < 16; ++c) pairs[c] = Pairs<bf16>::of_words((i32v)words[c]);
 }
-INLINE f32v first_of_pair(__m512 pairs) { return (f32v)((i32v)pairs << 16); }
-INLINE f32v second_of_pair(__m512 pairs) { return (f32v)((i32v)pairs & splat(int32_t(0xffff0000))); }
 #endif
 
-// 16 rows of `width` columns, transposed: to[c][r] = rows[r][c]; the stride in floats.
+// 16 rows of `width` columns, transposed to pairs: their planes one after the other, `stride` floats apart.
 template <class T>
-INLINE void transpose(const T* const* rows, size_t width, float* to, size_t to_stride) {
-  size_t d = 0;
+INLINE void transpose(const T* const* rows, size_t width, float* to, size_t stride) {
 #if OUTRIDER_AVX512
   if constexpr (std::is_same_v<T, bf16>) {
-    for (; d + 2 * LANES <= width; d += 2 * LANES) {
-      __m512 pairs[16];
+    for (size_t d = 0; d < width; d += 2 * LANES) {
+      Pairs<bf16> pairs[16];
       transpose_pairs(rows, d, pairs);
-      for (int c = 0; c < LANES; ++c) {
-        store(to + (d + 2 * c) * to_stride, first_of_pair(pairs[c]));
-        store(to + (d + 2 * c + 1) * to_stride, second_of_pair(pairs[c]));
-      }
+      for (int c = 0; c < LANES; ++c) pairs[c].store(to + (d / 2 + c) * Pairs<T>::PLANES * stride, stride);
+    }
+  } else {
+    for (size_t d = 0; d < width; d += LANES) {
+      __m512 a[16], columns[16];
+      for (int r = 0; r < 16; ++r) a[r] = (__m512)load(rows[r] + d);
+      transpose_words(a, columns);
+      for (int c = 0; c < LANES; ++c) store(to + (d + c) * stride, (f32v)columns[c]);
     }
   }
-  for (; d < width; d += LANES) {
-    __m512 a[16], columns[16];
-    for (int r = 0; r < 16; ++r) a[r] = (__m512)load(rows[r] + d);
-    transpose_words(a, columns);
-    for (int c = 0; c < LANES; ++c) store(to + (d + c) * to_stride, (f32v)columns[c]);
-  }
 #else
-  for (; d < width; ++d)
-    for (int r = 0; r < LANES; ++r) to[d * to_stride + r] = value(rows[r][d]);
+  for (size_t d = 0; d < width; ++d)
+    for (int r = 0; r < LANES; ++r) to[d * stride + r] = value(rows[r][d]);
 #endif
 }
 
@@ -160,10 +241,10 @@ struct Partial {
 
 // A thread's scratch for the queries of one head of a unit, all[] of them padded to whole vectors.
 struct Scratch {
-  std::vector<float> rows;     // [CHUNK][width], copies of what cannot be read in place, padded with zeros
-  std::vector<float> key_t;    // [width][TILE]
-  std::vector<float> query;    // [all][width], scaled
-  std::vector<float> weights;  // [all][CHUNK], scores and then their exponentials
+  std::vector<unsigned char> rows;  // [CHUNK][width] of T, copies of what cannot be read in place, padded with zeros
+  std::vector<float> key_t;         // [width / 2][planes][TILE]
+  std::vector<float> query;         // [all][width / 2][planes], scaled
+  std::vector<float> weights;       // [all][CHUNK], scores and then their exponentials in pairs, [CHUNK / 2][planes]
   std::vector<float> top, mass;          // [all] of the chunk at hand
   std::vector<float> all_top, all_mass;  // [all] of the chunks so far
   std::vector<float> keep, add;          // [all] factors of what is there and what a chunk adds
@@ -186,37 +267,41 @@ INLINE void merge(const Partial& into, const Partial& from, size_t width) {
     store(into.values + d, fma(load(from.values + d), b, load(into.values + d) * a));
 }
 
-// use(pointers to rows, of T or float) with the keys or values of a chunk's positions first..first+count-1, and zeros
-// behind them up to whole vectors.
+// use(pointers to rows) with the keys or values of a chunk's positions first..first+count-1, and zeros behind them up to
+// whole vectors.
 template <bool KEYS, class T, class Use>
 INLINE void with_positions(const Positions<T>& kv, const Chunk<T>& chunk, int first, int count, int dim, Scratch& s,
                            const Use& use) {
   const size_t width = padded(dim);
   const T* const* pooled = (KEYS ? chunk.key : chunk.value) + first;
-  if (first + count <= chunk.pooled && dim % LANES == 0) return use(pooled);
+  if (first + count <= chunk.pooled && size_t(dim) == width) return use(pooled);
   const float* own = KEYS ? kv.own_key : kv.own_value;
-  const float* rows[CHUNK];
+  const T* rows[CHUNK];
   for (int j = 0; j < count; ++j) {
     const int i = first + j;
-    float* to = &s.rows[j * width];
-    if (i < chunk.pooled) load_row(pooled[j], to, dim);
-    else load_row(own + size_t(chunk.start + i - kv.context) * kv.own_stride, to, dim);
+    T* to = (T*)s.rows.data() + j * width;
+    const float* from = own + size_t(chunk.start + i - kv.context) * kv.own_stride;
+    for (int d = 0; d < dim; ++d)
+      if (i < chunk.pooled) to[d] = pooled[j][d];
+      else put(to + d, from[d]);
     rows[j] = to;
   }
-  for (int j = count; j < padded(count); ++j) rows[j] = zero_row<float>();
+  for (int j = count; j < padded(count); ++j) rows[j] = zero_row<T>();
   use(rows);
 }
 
-// Scores of R queries with V vectors of a tile's positions, each summed over the head's dimension in ascending order.
-template <int R, int V>
+// Scores of R queries with V vectors of a tile's positions, each summed over the head's dimension in ascending pairs.
+template <int R, int V, class T>
 INLINE void score(const float* key_t, const float* query, size_t width, float* scores) {
+  constexpr int PLANES = Pairs<T>::PLANES;
+  const size_t floats = width / 2 * PLANES;
   f32v acc[R][V] = {};
-  for (size_t d = 0; d < width; ++d) {
-    f32v k[V];
-    for (int v = 0; v < V; ++v) k[v] = load(key_t + d * TILE + v * LANES);
+  for (size_t at = 0; at < floats; at += PLANES) {
+    Pairs<T> k[V];
+    for (int v = 0; v < V; ++v) k[v] = Pairs<T>::load(key_t + at * TILE + v * LANES, TILE);
     for (int r = 0; r < R; ++r) {
-      const f32v x = splat(query[r * width + d]);
-      for (int v = 0; v < V; ++v) acc[r][v] = fma(k[v], x, acc[r][v]);
+      const Pairs<T> x = Pairs<T>::all_of(query + r * floats + at);
+      for (int v = 0; v < V; ++v) acc[r][v] = k[v].dot(x, acc[r][v]);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -225,21 +310,20 @@ INLINE void score(const float* key_t, const float* query, size_t width, float* s
 
 // The same with 16 positions whose keys are transposed on the way: for so few queries, storing them does not pay.
 // `ahead`: 16 rows of as much that are wanted soon.
-template <int R, class T, class A>
-INLINE bool score_few(const T* const* keys, const float* query, size_t width, const A* const* ahead, float* scores) {
+template <int R, class T>
+INLINE bool score_few(const T* const* keys, const float* query, size_t width, const T* const* ahead, float* scores) {
 #if OUTRIDER_AVX512
   if constexpr (std::is_same_v<T, bf16>) {
-    if (width % (2 * LANES)) return false;
+    constexpr int PLANES = Pairs<T>::PLANES;
+    const size_t floats = width / 2 * PLANES;
     f32v acc[R] = {};
     for (size_t d = 0; d < width; d += 2 * LANES) {
-      __m512 pairs[16];
+      Pairs<T> pairs[16];
       transpose_pairs(keys, d, pairs);
       for (int c = 0; c < LANES; ++c) {
-        const f32v first = first_of_pair(pairs[c]), second = second_of_pair(pairs[c]);
-        const float* q = query + d + 2 * c;
         prefetch(ahead[c] + d, 1);
-        for (int r = 0; r < R; ++r) acc[r] = fma(first, splat(q[r * width]), acc[r]);
-        for (int r = 0; r < R; ++r) acc[r] = fma(second, splat(q[r * width + 1]), acc[r]);
+        for (int r = 0; r < R; ++r)
+          acc[r] = pairs[c].dot(Pairs<T>::all_of(query + r * floats + (d / 2 + c) * PLANES), acc[r]);
       }
     }
     for (int r = 0; r < R; ++r) store(scores + r * CHUNK, acc[r]);
@@ -260,19 +344,20 @@ INLINE float top_score(float* w, int count) {
   return largest(highest);
 }
 
-// Scores to exponentials of what they are below the largest; their sum.
+// Scores to exponentials of what they are below the largest, as mix() wants them; their sum.
+template <class T>
 INLINE float soften(float* w, int count, float top) {
   const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int whole = count / LANES * LANES;
   f32v mass = {};
   for (int j = 0; j < whole; j += LANES) {
     const f32v p = exp(load(w + j) - splat(top));
-    store(w + j, p);
+    Pairs<T>::put(w, j, p);
     mass = mass + p;
   }
   if (whole < count) {
     const f32v p = lane < splat(int32_t(count - whole)) ? exp(load(w + whole) - splat(top)) : f32v{};
-    store(w + whole, p);
+    Pairs<T>::put(w, whole, p);
     mass = mass + p;
   }
   return sum(mass);
@@ -285,33 +370,38 @@ struct Target {
   const float *keep, *add;
 };
 
-
-// Weighted sums of values over counts[r] positions in ascending order, for R queries, the first of which sees least,
+// Weighted sums of values over counts[r] positions in ascending pairs, for R queries, the first of which sees least,
 // and C vectors of the head from d on. `ahead`: rows that are wanted soon, or null.
-template <int R, int C, class T, class A>
-INLINE void mix(const T* const* rows, const float* weights, const int* counts, size_t d, const A* const* ahead,
+template <int R, int C, class T>
+INLINE void mix(const T* const* rows, const float* weights, const int* counts, size_t d, const T* const* ahead,
                 const Target& to) {
+  constexpr int PLANES = Pairs<T>::PLANES;
   f32v acc[R][C] = {};
-  for (int j = 0; j < counts[0]; ++j) {
-    if (ahead) prefetch(ahead[j] + d, C * LANES);
-    f32v v[C];
-    for (int c = 0; c < C; ++c) v[c] = load(rows[j] + d + c * LANES);
+  int j = 0;
+  for (; j + 1 < counts[0]; j += 2) {
+    if (ahead) prefetch(ahead[j] + d, C * LANES), prefetch(ahead[j + 1] + d, C * LANES);
+    Pairs<T> v[C];
+    Pairs<T>::of_rows(rows[j], rows[j + 1], d, v);
     for (int r = 0; r < R; ++r) {
-      const f32v p = splat(weights[r * CHUNK + j]);
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(p, v[c], acc[r][c]);
+      const Pairs<T> p = Pairs<T>::all_of(weights + r * CHUNK + j / 2 * PLANES);
+      for (int c = 0; c < C; ++c) acc[r][c] = v[c].dot(p, acc[r][c]);
     }
   }
-  for (int j = counts[0]; j < counts[R - 1]; ++j)
-    for (int r = 1; r < R; ++r) {
+  for (; j < counts[R - 1]; j += 2)
+    for (int r = 0; r < R; ++r) {
       if (j >= counts[r]) continue;
-      const f32v p = splat(weights[r * CHUNK + j]);
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(p, load(rows[j] + d + c * LANES), acc[r][c]);
+      Pairs<T> v[C];
+      Pairs<T>::of_rows(rows[j], j + 1 < counts[r] ? rows[j + 1] : zero_row<T>(), d, v);
+      const Pairs<T> p = Pairs<T>::all_of(weights + r * CHUNK + j / 2 * PLANES);
+      for (int c = 0; c < C; ++c) acc[r][c] = v[c].dot(p, acc[r][c]);
     }
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    Pairs<T>::in_order(acc[r]);
     for (int c = 0; c < C; ++c) {
       float* at = to.values + r * to.stride + d + c * LANES;
       store(at, to.keep ? fma(acc[r][c], splat(to.add[r]), load(at) * splat(to.keep[r])) : acc[r][c]);
     }
+  }
 }
 
 // call(integral constant R) with R = rows <= ROW_BLOCK known to the compiler.
@@ -350,21 +440,25 @@ struct Queries {
   int seen(int i, const Chunk<T>& chunk) const { return std::min(seen(i) - chunk.start, chunk.count); }
 };
 
+template <class T>
 INLINE void load_queries(const Queries& q, Scratch& s) {
-  const size_t width = padded(q.dim);
-  if (width != size_t(q.dim)) s.rows.assign(CHUNK * width, 0.f);
-  else if (s.rows.size() < CHUNK * width) s.rows.resize(CHUNK * width);
-  const auto sized = [](std::vector<float>& buffer, size_t size) {
+  const size_t width = padded(q.dim), floats = width / 2 * Pairs<T>::PLANES;
+  if (width != size_t(q.dim)) s.rows.assign(CHUNK * width * sizeof(T), 0);
+  const auto sized = [](auto& buffer, size_t size) {
     if (buffer.size() < size) buffer.resize(size);
   };
-  sized(s.key_t, TILE * width);
-  sized(s.query, q.all() * width);
+  sized(s.rows, CHUNK * width * sizeof(T));
+  sized(s.key_t, TILE * floats);
+  sized(s.query, q.all() * floats);
   sized(s.weights, q.all() * CHUNK);
   sized(s.values, q.all() * width);
   for (auto* each : {&s.top, &s.mass, &s.all_top, &s.all_mass, &s.keep, &s.add}) sized(*each, padded(q.all()));
   for (int i = 0; i < q.all(); ++i) {
     const float* from = q.first + size_t(i / q.share) * q.stride + size_t(i % q.share) * q.dim;
-    for (int d = 0; d < int(width); ++d) s.query[i * width + d] = d < q.dim ? from[d] * q.scale : 0.f;
+    float* to = &s.query[i * floats];
+    int d = 0;
+    for (; d + LANES <= q.dim; d += LANES) Pairs<T>::put(to, d, load(from + d) * splat(q.scale));
+    for (; d < int(width); ++d) Pairs<T>::put(to, d, d < q.dim ? from[d] * q.scale : 0.f);
   }
 }
 
@@ -372,15 +466,15 @@ INLINE void load_queries(const Queries& q, Scratch& s) {
 template <class T>
 INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk) {
   const int all = q.all();
-  const size_t width = padded(q.dim);
+  const size_t width = padded(q.dim), floats = width / 2 * Pairs<T>::PLANES;
   for (int tile = 0; tile < chunk.count; tile += TILE) {
     const int count = std::min(TILE, chunk.count - tile), first = q.first_with(chunk.start + tile);
-    with_positions<true>(kv, chunk, tile, count, q.dim, s, [&](const auto* const* keys) {
+    with_positions<true>(kv, chunk, tile, count, q.dim, s, [&](const T* const* keys) {
       float* scores = &s.weights[tile];
       bool done = all - first <= ROW_BLOCK;
       for (int j = 0; done && j < count; j += LANES)
         with_rows(all - first, [&](auto R) {
-          done = score_few<R.value>(keys + j, &s.query[first * width], width, chunk.value + tile + j,
+          done = score_few<R.value>(keys + j, &s.query[first * floats], width, chunk.value + tile + j,
                                     scores + first * CHUNK + j);
         });
       if (done) return;
@@ -391,8 +485,8 @@ INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, co
         const int rows = std::min(ROW_BLOCK, all - row);
         const bool half = q.seen(row + rows - 1, chunk) - tile <= LANES;
         with_rows(rows, [&](auto R) {
-          if (half) score<R.value, 1>(s.key_t.data(), &s.query[row * width], width, scores + row * CHUNK);
-          else score<R.value, 2>(s.key_t.data(), &s.query[row * width], width, scores + row * CHUNK);
+          if (half) score<R.value, 1, T>(s.key_t.data(), &s.query[row * floats], width, scores + row * CHUNK);
+          else score<R.value, 2, T>(s.key_t.data(), &s.query[row * floats], width, scores + row * CHUNK);
         });
       }
     });
@@ -420,7 +514,7 @@ INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, cons
                       const Target& into) {
   const int all = q.all(), first = q.first_with(chunk.start);
   const size_t width = padded(q.dim);
-  with_positions<false>(kv, chunk, 0, chunk.count, q.dim, s, [&](const auto* const* values) {
+  with_positions<false>(kv, chunk, 0, chunk.count, q.dim, s, [&](const T* const* values) {
     for (int row = first; row < all; row += ROW_BLOCK) {
       const int rows = std::min(ROW_BLOCK, all - row);
       int counts[ROW_BLOCK];
@@ -432,7 +526,7 @@ INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, cons
       with_rows(rows, [&](auto R) {
         size_t d = 0;
         for (; d + 4 * LANES <= width; d += 4 * LANES) mix<R.value, 4>(values, weights, counts, d, ahead, to);
-        for (; d < width; d += LANES) mix<R.value, 1>(values, weights, counts, d, ahead, to);
+        for (; d < width; d += 2 * LANES) mix<R.value, 2>(values, weights, counts, d, ahead, to);
       });
     }
   });
@@ -442,7 +536,7 @@ template <class T>
 INLINE void soften_chunk(Scratch& s, const Queries& q, const Chunk<T>& chunk) {
   const int all = q.all(), first = q.first_with(chunk.start);
   for (int i = first; i < all; ++i) s.top[i] = top_score(&s.weights[i * CHUNK], q.seen(i, chunk));
-  for (int i = first; i < all; ++i) s.mass[i] = soften(&s.weights[i * CHUNK], q.seen(i, chunk), s.top[i]);
+  for (int i = first; i < all; ++i) s.mass[i] = soften<T>(&s.weights[i * CHUNK], q.seen(i, chunk), s.top[i]);
 }
 
 INLINE void write_out(const Queries& q, int i, const float* values, float mass, float* out, size_t out_stride) {
@@ -459,7 +553,7 @@ void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int head
   Chunk<T> chunks[2];
   kv.locate(0, q.length(), chunks[0]);
   chunks[0].ask_for_keys(heads * q.dim);
-  for (int h = 0; h < heads; ++h) load_queries(q.head(h), scratch[h]);
+  for (int h = 0; h < heads; ++h) load_queries<T>(q.head(h), scratch[h]);
   for (int start = 0, turn = 0; start < q.length(); start += CHUNK, turn ^= 1) {
     Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
     kv.locate(start + CHUNK, q.length(), next);
@@ -493,7 +587,7 @@ void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first
   Chunk<T> chunks[2];
   kv.locate(first * CHUNK, q.length(), chunks[0]);
   chunks[0].ask_for_keys(q.dim);
-  load_queries(q, s);
+  load_queries<T>(q, s);
   for (int c = first, turn = 0; c < first + count; ++c, turn ^= 1) {
     Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
     kv.locate(chunk.start + CHUNK, c + 1 < first + count ? q.length() : 0, next);

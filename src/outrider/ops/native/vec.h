@@ -11,6 +11,9 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define OUTRIDER_AVX512 1
 #endif
+#if OUTRIDER_AVX512 && defined(__AVX512BF16__)
+#define OUTRIDER_BF16 1
+#endif
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -150,6 +153,10 @@ INLINE f32v load(const bf16* p) {
   for (int i = 0; i < LANES; ++i) r[i] = from_bf16(p[i]);
   return r;
 #endif
+}
+INLINE f32v round_to_bf16(f32v x) {
+  const i32v bits = (i32v)x, up = bits + splat(int32_t(0x7fff)) + ((bits >> 16) & splat(int32_t(1)));
+  return x == x ? (f32v)(up & splat(int32_t(0xffff0000))) : splat(NAN);
 }
 INLINE float value(float x) { return x; }
 INLINE float value(bf16 x) { return from_bf16(x); }
