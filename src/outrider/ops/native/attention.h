@@ -546,9 +546,10 @@ INLINE void write_out(const Queries& q, int i, const float* values, float mass, 
 }
 
 // All chunks of `heads` heads, from that of `kv` and `q` on: chunk by chunk, since the heads of a position are
-// neighbours in memory. `scratch`: one for each head.
+// neighbours in memory. `scratch`: one for each head. `after`: what the thread takes next, most likely.
 template <class T>
-void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int heads, float* out, size_t out_stride) {
+void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int heads, const Chunk<T>& after, float* out,
+            size_t out_stride) {
   const size_t width = padded(q.dim);
   Chunk<T> chunks[2];
   kv.locate(0, q.length(), chunks[0]);
@@ -556,7 +557,8 @@ void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int head
   for (int h = 0; h < heads; ++h) load_queries<T>(q.head(h), scratch[h]);
   for (int start = 0, turn = 0; start < q.length(); start += CHUNK, turn ^= 1) {
     Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
-    kv.locate(start + CHUNK, q.length(), next);
+    if (start + CHUNK < q.length()) kv.locate(start + CHUNK, q.length(), next);
+    else next = after;
     for (int h = 0; h < heads; ++h) {
       Scratch& s = scratch[h];
       const Positions<T> of_head = kv.head(h, q.dim);
@@ -582,7 +584,8 @@ void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int head
 // Chunks first..first+count-1 of one head into `partials` [all chunks][all queries], for join() when every chunk is
 // there.
 template <class T>
-void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first, int count, float* partials) {
+void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first, int count, const Chunk<T>& after,
+                 float* partials) {
   const size_t width = padded(q.dim), stride = partial_floats(width);
   Chunk<T> chunks[2];
   kv.locate(first * CHUNK, q.length(), chunks[0]);
@@ -590,7 +593,8 @@ void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first
   load_queries<T>(q, s);
   for (int c = first, turn = 0; c < first + count; ++c, turn ^= 1) {
     Chunk<T> &chunk = chunks[turn], &next = chunks[turn ^ 1];
-    kv.locate(chunk.start + CHUNK, c + 1 < first + count ? q.length() : 0, next);
+    if (c + 1 < first + count) kv.locate(chunk.start + CHUNK, q.length(), next);
+    else next = after;
     score_chunk(kv, s, q, chunk);
     soften_chunk(s, q, chunk);
     float* to = partials + c * q.all() * stride;

@@ -308,12 +308,10 @@ void plan_units(const Decoder& m, const Pass& p, int threads, std::vector<Unit>&
 template <class T>
 void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, const float* qkv, size_t stride,
                float* out, size_t out_stride) {
-  const int E = m.head_dim, share = m.heads / m.kv_heads;
-  for (int i = 0; i < space.num_splits; ++i) *space.splits[i].parts_left = space.splits[i].parts;
-  pool.run(int(space.units.size()), [&](int index, int thread) {
-    const Unit& u = space.units[index];
+  const int E = m.head_dim, share = m.heads / m.kv_heads, units = int(space.units.size());
+  const auto positions_of = [&](const Unit& u) {
     const float* own = qkv + size_t(p.starts[u.request]) * stride + (m.heads + u.kv_head) * E;
-    const Positions<T> kv = {
+    return Positions<T>{
         (const T*)cache.key + u.kv_head * E,
         (const T*)cache.value + u.kv_head * E,
         size_t(m.kv_heads) * E,
@@ -324,15 +322,31 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
         own + m.kv_heads * E,
         stride,
     };
-    const Queries q = {qkv + u.row * stride + u.kv_head * share * E, stride, u.rows, share, E, u.first_seen,
-                       p.slots != nullptr, m.scale};
+  };
+  const auto queries_of = [&](const Unit& u) {
+    return Queries{qkv + u.row * stride + u.kv_head * share * E, stride, u.rows, share, E, u.first_seen,
+                   p.slots != nullptr, m.scale};
+  };
+  for (int i = 0; i < space.num_splits; ++i) *space.splits[i].parts_left = space.splits[i].parts;
+  pool.run(units, [&](int index, int thread) {
+    const Unit& u = space.units[index];
+    const Positions<T> kv = positions_of(u);
+    const Queries q = queries_of(u);
+    Chunk<T> after;
+    const int beside = thread % 2 ? index - 1 : index + 1;  // the order in which the pool hands them out
+    if (beside >= 0 && beside < units) {
+      const Unit& other = space.units[beside];
+      positions_of(other).locate(other.chunk * CHUNK, queries_of(other).length(), after);
+    } else {
+      kv.locate(q.length(), q.length(), after);
+    }
     float* to = out + u.row * out_stride + u.kv_head * share * E;
     std::vector<Scratch>& scratch = space.scratch[thread];
     if (int(scratch.size()) < u.kv_heads) scratch.resize(u.kv_heads);
-    if (u.split < 0) return attend(kv, scratch.data(), q, u.kv_heads, to, out_stride);
+    if (u.split < 0) return attend(kv, scratch.data(), q, u.kv_heads, after, to, out_stride);
     Split& split = space.splits[u.split];
     float* partials = space.partials.data() + split.partials;
-    attend_part(kv, scratch[0], q, u.chunk, u.chunks, partials);
+    attend_part(kv, scratch[0], q, u.chunk, u.chunks, after, partials);
     if (split.parts_left->fetch_sub(1, std::memory_order_acq_rel) == 1) join(q, partials, to, out_stride);
   });
 }
