@@ -189,10 +189,13 @@ def test_large_heads_give_the_same_bits_to_few_rows_and_to_many(
 
 @pytest.mark.parametrize("shape", [LARGE_HEADS, WIDE], ids=["large", "wide"])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "architecture", [("-march=x86-64-v3",), ("-march=native", "-mno-avx512bf16")], ids=["avx2", "no bfloat16 products"]
+)
 def test_every_instruction_set_gives_a_pass_the_same_bits(
-    kv_dtype: torch.dtype, shape: Mapping[str, Any], kernels: Kernels, tmp_path: Path
+    architecture: tuple[str, ...], kv_dtype: torch.dtype, shape: Mapping[str, Any], kernels: Kernels, tmp_path: Path
 ) -> None:
-    other = build_kernels(("-march=x86-64-v3",), threads=1)
+    other = build_kernels(architecture, threads=1)
     if other is None:
         pytest.skip("this compiler builds for another family of processors")
     decoder = ours(oracle("qwen3", {**shape, "max_position_embeddings": 512}), tmp_path)
@@ -213,6 +216,19 @@ def test_long_contexts_mean_what_they_do_in_torch(kernels: Kernels, tmp_path: Pa
     found = PagedSequences(native, requests=1, max_len=208).run({0: tokens})
     reference = quantised_reference(kernels, decoder, "int8")
     close(found.logits[0], PagedSequences(reference, requests=1, max_len=208).run({0: tokens}).logits[0])
+
+
+def test_attention_over_a_bf16_pool_means_what_it_does_in_torch(kernels: Kernels, tmp_path: Path) -> None:
+    """But for what bfloat16, of 8 bits, costs this model, whose weights are large: 0.08 for keys and values alone, and
+    0.09 with queries and weights. Of what belongs to another position or dimension the error is about 1."""
+    decoder = ours(oracle("llama", dict(LARGE_HEADS)), tmp_path)
+    native = NativeDecoder.of(kernels, decoder, quantization="int8")
+    reference = quantised_reference(kernels, decoder, "int8")
+    tokens = prompt(201, seed=10)
+    found = with_pool_of(PagedSequences(native, requests=1, max_len=208), torch.bfloat16).run({0: tokens}).logits[0]
+    expected = PagedSequences(reference, requests=1, max_len=208).run({0: tokens}).logits[0]
+    error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(error.mean()) < 0.15
 
 
 def test_bf16_weights_and_an_idle_rank(kernels: Kernels, tmp_path: Path) -> None:

@@ -91,15 +91,17 @@ INLINE void load_row(const T* from, float* to, int dim) {
   for (; d < dim; ++d) to[d] = value(from[d]);
 }
 
-// What 16 sums multiply in one step: two neighbours each, of keys or values on one side and of queries or weights on the
-// other. Two vectors, and in scratch two planes of floats; or, where the processor multiplies bf16 as it is, one of words.
-// dot() adds the second product first.
+// What 16 sums multiply in one step: two neighbours each, of keys or values on one side and of queries or weights on
+// the other. Two vectors, and in scratch two planes of floats; or, where the processor multiplies bf16 as it is, one of
+// words. dot() adds the second product first, as processors do, which differ only in taking denormals for zero.
 template <class T>
 struct Pairs {
   static constexpr int PLANES = 2;
   f32v first, second;
 
-  INLINE f32v dot(const Pairs& other, f32v acc) const { return fma(first, other.first, fma(second, other.second, acc)); }
+  INLINE f32v dot(const Pairs& other, f32v acc) const {
+    return fma(first, other.first, fma(second, other.second, acc));
+  }
   static INLINE Pairs load(const float* from, size_t plane) {
     return {outrider::load(from), outrider::load(from + plane)};
   }
@@ -121,7 +123,7 @@ struct Pairs {
   }
   template <int C>
   static INLINE void in_order(f32v (&)[C]) {}
-  // Neighbours i and beyond of a row of them for all_of(); of 16, x may come from there.
+  // Values i and, of a vector, 15 more of a row that all_of() reads. The vector may come from where it goes.
   static INLINE void put(float* row, int i, float x) { row[i] = rounded(splat(x))[0]; }
   static INLINE void put(float* row, int i, f32v x) { outrider::store(row + i, rounded(x)); }
   static INLINE f32v rounded(f32v x) {
@@ -158,7 +160,8 @@ struct Pairs<bf16> {
   }
   template <int C>
   static INLINE void in_order(f32v (&sums)[C]) {
-    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
     for (int c = 0; c < C; c += 2) {
       const __m512d a = (__m512d)sums[c], b = (__m512d)sums[c + 1];
       sums[c] = (f32v)_mm512_permutex2var_pd(a, low, b);
@@ -267,8 +270,8 @@ INLINE void merge(const Partial& into, const Partial& from, size_t width) {
     store(into.values + d, fma(load(from.values + d), b, load(into.values + d) * a));
 }
 
-// use(pointers to rows) with the keys or values of a chunk's positions first..first+count-1, and zeros behind them up to
-// whole vectors.
+// use(pointers to rows) with the keys or values of a chunk's positions first..first+count-1, and zeros behind them up
+// to whole vectors.
 template <bool KEYS, class T, class Use>
 INLINE void with_positions(const Positions<T>& kv, const Chunk<T>& chunk, int first, int count, int dim, Scratch& s,
                            const Use& use) {
