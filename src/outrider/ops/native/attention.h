@@ -283,10 +283,12 @@ INLINE void with_positions(const Positions<T>& kv, const Chunk<T>& chunk, int fi
   for (int j = 0; j < count; ++j) {
     const int i = first + j;
     T* to = (T*)s.rows.data() + j * width;
-    const float* from = own + size_t(chunk.start + i - kv.context) * kv.own_stride;
-    for (int d = 0; d < dim; ++d)
-      if (i < chunk.pooled) to[d] = pooled[j][d];
-      else put(to + d, from[d]);
+    if (i < chunk.pooled) {
+      std::copy_n(pooled[j], dim, to);
+    } else {
+      const float* from = own + size_t(chunk.start + i - kv.context) * kv.own_stride;
+      for (int d = 0; d < dim; ++d) put(to + d, from[d]);
+    }
     rows[j] = to;
   }
   for (int j = count; j < padded(count); ++j) rows[j] = zero_row<T>();
