@@ -82,6 +82,7 @@ struct Positions {
   }
 };
 
+// To whole pairs of vectors.
 INLINE int padded(int x) { return (x + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
 
 template <class T>
@@ -123,12 +124,10 @@ struct Pairs {
   }
   template <int C>
   static INLINE void in_order(f32v (&)[C]) {}
-  // Values i and, of a vector, 15 more of a row that all_of() reads. The vector may come from where it goes.
-  static INLINE void put(float* row, int i, float x) { row[i] = rounded(splat(x))[0]; }
-  static INLINE void put(float* row, int i, f32v x) { outrider::store(row + i, rounded(x)); }
-  static INLINE f32v rounded(f32v x) {
-    if constexpr (std::is_same_v<T, bf16>) return round_to_bf16(x);
-    else return x;
+  // Values i..i+15 of a row that all_of() reads; they may come from where they go.
+  static INLINE void put(float* row, int i, f32v x) {
+    if constexpr (std::is_same_v<T, bf16>) x = round_to_bf16(x);
+    outrider::store(row + i, x);
   }
 };
 
@@ -167,10 +166,6 @@ struct Pairs<bf16> {
       sums[c] = (f32v)_mm512_permutex2var_pd(a, low, b);
       sums[c + 1] = (f32v)_mm512_permutex2var_pd(a, high, b);
     }
-  }
-  static INLINE void put(float* row, int i, float x) {
-    const bf16 half = to_bf16(x);
-    std::memcpy((char*)row + i * sizeof(half), &half, sizeof(half));
   }
   static INLINE void put(float* row, int i, f32v x) {
     _mm256_storeu_si256((__m256i*)((char*)row + i * sizeof(bf16)), (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -461,9 +456,7 @@ INLINE void load_queries(const Queries& q, Scratch& s) {
   for (int i = 0; i < q.all(); ++i) {
     const float* from = q.first + size_t(i / q.share) * q.stride + size_t(i % q.share) * q.dim;
     float* to = &s.query[i * floats];
-    int d = 0;
-    for (; d + LANES <= q.dim; d += LANES) Pairs<T>::put(to, d, load(from + d) * splat(q.scale));
-    for (; d < int(width); ++d) Pairs<T>::put(to, d, d < q.dim ? from[d] * q.scale : 0.f);
+    for (int d = 0; d < int(width); d += LANES) Pairs<T>::put(to, d, load_some(from + d, q.dim - d) * splat(q.scale));
   }
 }
 

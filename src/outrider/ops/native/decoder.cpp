@@ -332,14 +332,9 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
     const Unit& u = space.units[index];
     const Positions<T> kv = positions_of(u);
     const Queries q = queries_of(u);
+    const Unit& other = space.units[std::clamp(Pool::following(index, thread), 0, units - 1)];
     Chunk<T> after;
-    const int beside = thread % 2 ? index - 1 : index + 1;  // the order in which the pool hands them out
-    if (beside >= 0 && beside < units) {
-      const Unit& other = space.units[beside];
-      positions_of(other).locate(other.chunk * CHUNK, queries_of(other).length(), after);
-    } else {
-      kv.locate(q.length(), q.length(), after);
-    }
+    positions_of(other).locate(other.chunk * CHUNK, queries_of(other).length(), after);
     float* to = out + u.row * out_stride + u.kv_head * share * E;
     std::vector<Scratch>& scratch = space.scratch[thread];
     if (int(scratch.size()) < u.kv_heads) scratch.resize(u.kv_heads);

@@ -53,6 +53,9 @@ class Pool {
     ahead_number_.fetch_add(1, std::memory_order_release);
   }
 
+  // What a thread takes after this chunk, where there is one and nobody else has come so far.
+  static int following(int chunk, int thread) { return thread % 2 ? chunk - 1 : chunk + 1; }
+
   // fn(chunk, thread) for every chunk in 0..chunks-1; returns when all are done.
   template <class F>
   void run(int chunks, const F& fn) {

@@ -1,4 +1,5 @@
-// Sixteen-lane vectors: the only place that knows about instruction sets, beside the integer products in gemm.h.
+// Sixteen-lane vectors: the only place that knows about instruction sets, beside the integer products in gemm.h and, in
+// attention.h, transposing and pairs.
 //
 // Contract: every operation gives the same bits on every instruction set. Products and sums are never contracted
 // (-ffp-contract=off); where a fused multiply-add is meant, fma() says so. Sums over lanes add in one fixed order.
@@ -31,6 +32,13 @@ typedef uint16_t bf16;
 INLINE f32v splat(float x) { return f32v{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE i32v splat(int32_t x) { return i32v{} + x; }
 INLINE f32v load(const float* p) { return *reinterpret_cast<const f32v*>(p); }
+// Zeros behind the first `count`.
+INLINE f32v load_some(const float* p, int count) {
+  if (count >= LANES) return load(p);
+  f32v x = {};
+  for (int i = 0; i < count; ++i) x[i] = p[i];
+  return x;
+}
 INLINE void store(float* p, f32v x) { *reinterpret_cast<f32v*>(p) = x; }
 
 INLINE f32v fma(f32v a, f32v b, f32v c) {
