@@ -239,14 +239,14 @@ struct Partial {
 
 // A thread's scratch for the queries of one head of a unit, all[] of them padded to whole vectors.
 struct Scratch {
-  std::vector<unsigned char> rows;  // [CHUNK][width] of T, copies of what cannot be read in place, padded with zeros
-  std::vector<float> key_t;         // [width / 2][planes][TILE]
-  std::vector<float> query;         // [all][width / 2][planes], scaled
-  std::vector<float> weights;       // [all][CHUNK], scores and then their exponentials in pairs, [CHUNK / 2][planes]
-  std::vector<float> top, mass;          // [all] of the chunk at hand
-  std::vector<float> all_top, all_mass;  // [all] of the chunks so far
-  std::vector<float> keep, add;          // [all] factors of what is there and what a chunk adds
-  std::vector<float> values;             // [all][width] over the chunks so far
+  Buffer<unsigned char> rows;  // [CHUNK][width] of T, copies of what cannot be read in place, padded with zeros
+  Buffer<float> key_t;         // [width / 2][planes][TILE]
+  Buffer<float> query;         // [all][width / 2][planes], scaled
+  Buffer<float> weights;       // [all][CHUNK], scores and then their exponentials in pairs, [CHUNK / 2][planes]
+  Buffer<float> top, mass;          // [all] of the chunk at hand
+  Buffer<float> all_top, all_mass;  // [all] of the chunks so far
+  Buffer<float> keep, add;          // [all] factors of what is there and what a chunk adds
+  Buffer<float> values;             // [all][width] over the chunks so far
 };
 
 INLINE size_t partial_floats(size_t width) { return width + 2; }

@@ -75,22 +75,29 @@ constexpr int INLINE_ROWS = 4;    // row-wise steps of fewer rows are not worth 
 
 INLINE int grouped(int x) { return (x + GROUP - 1) / GROUP * GROUP; }
 
-struct QuantisedRows {
-  std::vector<int8_t> quants;
-  std::vector<float> scale, scaled_sum;
-  std::vector<int32_t> start;
-
-  Rows resized(int rows, int inputs) {
+class QuantisedRows {
+ public:
+  // For `rows` rows that a matrix of `format` multiplies.
+  Rows resized(int rows, int inputs, int format) {
     const int groups = grouped(inputs) / GROUP;
     const size_t all = size_t(rows + BESIDE - 1) / BESIDE * BESIDE * groups;
-    if (scale.size() < all) {
-      quants.resize(all * GROUP);
-      scale.resize(all);
-      scaled_sum.resize(all);
-      start.resize(all);
+    if (scale_.size() < all) {
+      quants_.resize(all * GROUP);
+      scale_.resize(all);
+      scaled_sum_.resize(all);
+      start_.resize(all);
     }
-    return Rows{quants.data(), scale.data(), scaled_sum.data(), start.data(), groups, rows == 1 ? 0 : BESIDE_SHIFT};
+    const bool paired = suits_pairs(format, rows);
+    const size_t pairs = size_t(groups + 1) / 2 * (2 * BESIDE * GROUP);
+    if (paired && paired_.size() < pairs) paired_.resize(pairs);
+    return Rows{paired ? paired_.data() : quants_.data(), scale_.data(), scaled_sum_.data(), start_.data(), groups,
+                rows == 1 ? 0 : BESIDE_SHIFT, paired};
   }
+
+ private:
+  Buffer<int8_t> quants_, paired_;  // what lies between the quants of pairs is never written, and zero
+  Buffer<float> scale_, scaled_sum_;
+  Buffer<int32_t> start_;
 };
 
 struct Unit {
@@ -126,12 +133,12 @@ class Stopwatch {
 struct Workspace {
   Stopwatch clock;
   QuantisedRows input, inner;
-  std::vector<float> residual, qkv, attention;
+  Buffer<float> residual, qkv, attention;
   std::vector<std::vector<Scratch>> scratch;  // of each thread, for each head
   std::vector<Unit> units;
   std::vector<Split> splits;
   int num_splits = 0;
-  std::vector<float> partials;
+  Buffer<float> partials;
   std::vector<SamplingScratch> sampling;
   std::vector<int64_t> block_ids, block_positions;
   std::vector<int32_t> block_starts;
@@ -152,7 +159,7 @@ Pool& current_pool() {
   return *pool;
 }
 
-float* sized(std::vector<float>& buffer, size_t size) {
+float* sized(Buffer<float>& buffer, size_t size) {
   if (buffer.size() < size) buffer.resize(size);
   return buffer.data();
 }
@@ -241,25 +248,19 @@ void product_into(Pool& p, const Matrix& w, const Rows& x, int rows, float* out,
 
 INLINE f32v silu(f32v x) { return x / (splat(1.f) + exp(-x)); }
 
-// silu(gate) * up, quantised where it is computed: a unit is the two gate and two up panels of one group.
-void gated_product(Pool& p, const Matrix& w, const Rows& x, int rows, const Rows& out) {
-  const int units = w.panels / 4, chunks = chunk_count(units, rows, p.threads());
-  p.run(chunks, [&](int chunk, int) {
-    const int begin = chunk_begin(units, chunk, chunks), end = chunk_begin(units, chunk + 1, chunks);
-    Tiles tiles;
-    for (int row = 0, count; row < rows; row += count) {
-      count = next_block(w, rows - row);
-      for (int u = begin; u < end; ++u) {
-        f32v sums[4][BLOCK];
-        for (int k = 0; k < 4; ++k) block_sums(w, 4 * u + k, x, row, count, tiles, sums[k]);
-        for (int r = 0; r < count; ++r) {
-          f32v half[2];
-          for (int k = 0; k < 2; ++k)
-            half[k] = silu(biased(w, 4 * u + 2 * k, sums[2 * k][r])) * biased(w, 4 * u + 2 * k + 1, sums[2 * k + 1][r]);
-          quantise_group(half[0], half[1], out, out.at(row + r, u));
-        }
+// silu(gate) * up, quantised where it is computed: the two gate and two up panels of one group together.
+void gated_product(Pool& pool, const Matrix& w, const Rows& x, int rows, const Rows& out) {
+  for_parts(pool, w, x, rows, 4, [&](Part& part) {
+    part.for_blocks(rows, 4, [&](int panel, int row, int count) {
+      f32v sums[4][BLOCK];
+      for (int k = 0; k < 4; ++k) part.sums(panel + k, row, count, sums[k]);
+      for (int r = 0; r < count; ++r) {
+        f32v half[2];
+        for (int k = 0; k < 2; ++k)
+          half[k] = silu(biased(w, panel + 2 * k, sums[2 * k][r])) * biased(w, panel + 2 * k + 1, sums[2 * k + 1][r]);
+        quantise_group(half[0], half[1], out, out.at(row + r, panel / 4));
       }
-    }
+    });
   });
 }
 
@@ -332,7 +333,7 @@ void attention(Pool& pool, const Decoder& m, const Pass& p, const Cache& cache, 
     const Unit& u = space.units[index];
     const Positions<T> kv = positions_of(u);
     const Queries q = queries_of(u);
-    const Unit& other = space.units[std::clamp(Pool::following(index, thread), 0, units - 1)];
+    const Unit& other = space.units[pool.following(index, units, thread)];
     Chunk<T> after;
     positions_of(other).locate(other.chunk * CHUNK, queries_of(other).length(), after);
     float* to = out + u.row * out_stride + u.kv_head * share * E;
@@ -353,7 +354,7 @@ void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer,
   const size_t width = grouped(m.hidden), qkv_width = layer.qkv.panels * PANEL, mix_width = grouped(Q);
   float *residual = space.residual.data(), *qkv = sized(space.qkv, rows * qkv_width);
   float* mixed = sized(space.attention, rows * mix_width);
-  Rows x = space.input.resized(rows, m.hidden);
+  Rows x = space.input.resized(rows, m.hidden, layer.qkv.format);
   for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.input_norm, m.hidden, m.eps, x, r); });
   space.clock.mark(NORM);
   pool.soon(read_first(layer.output, rows, pool.threads(), 1));
@@ -372,7 +373,7 @@ void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer,
   space.clock.mark(ROTARY);
   attention<T>(pool, m, p, cache, qkv, qkv_width, mixed, mix_width);
   space.clock.mark(ATTENTION);
-  x = space.input.resized(rows, Q);
+  x = space.input.resized(rows, Q, layer.output.format);
   for_rows(pool, rows, [&](int r) {
     std::fill(mixed + r * mix_width + Q, mixed + (r + 1) * mix_width, 0.f);
     quantise_row(mixed + r * mix_width, x, r);
@@ -381,9 +382,9 @@ void layer_pass(Pool& pool, const Decoder& m, const Pass& p, const Layer& layer,
   pool.soon(read_first(layer.gate_up, rows, pool.threads(), 4));
   product_into(pool, layer.output, x, rows, residual, width, true);
   space.clock.mark(OUTPUT);
-  x = space.input.resized(rows, m.hidden);
+  x = space.input.resized(rows, m.hidden, layer.gate_up.format);
   for_rows(pool, rows, [&](int r) { norm_and_quantise(residual + r * width, layer.post_norm, m.hidden, m.eps, x, r); });
-  const Rows inner = space.inner.resized(rows, m.inner);
+  const Rows inner = space.inner.resized(rows, m.inner, layer.down.format);
   space.clock.mark(NORM);
   pool.soon(read_first(layer.down, rows, pool.threads(), 1));
   gated_product(pool, layer.gate_up, x, rows, inner);
@@ -428,7 +429,7 @@ void store_context(Pool& pool, const Decoder& m, const Context& c) {
   float* projected = sized(space.residual, rows * width);
   const size_t taps_width = grouped(c.taps_width);
   float* taps = sized(space.attention, rows * taps_width);
-  Rows x = space.input.resized(rows, c.taps_width);
+  Rows x = space.input.resized(rows, c.taps_width, c.fc->format);
   for_rows(pool, rows, [&](int r) {
     std::copy_n(c.taps + size_t(r) * c.taps_width, c.taps_width, taps + r * taps_width);
     std::fill(taps + r * taps_width + c.taps_width, taps + (r + 1) * taps_width, 0.f);
@@ -436,7 +437,8 @@ void store_context(Pool& pool, const Decoder& m, const Context& c) {
     std::fill(projected + r * width, projected + (r + 1) * width, 0.f);
   });
   product_into(pool, *c.fc, x, rows, projected, width, false);
-  x = space.input.resized(rows, m.hidden);
+  // All layers' matrices have one format.
+  x = space.input.resized(rows, m.hidden, m.layers[0].key_value.format);
   for_rows(pool, rows, [&](int r) { norm_and_quantise(projected + r * width, c.norm, m.hidden, m.eps, x, r); });
   for (int i = 0; i < m.num_layers; ++i) {
     const Layer& layer = m.layers[i];
@@ -499,7 +501,7 @@ void outrider_linear(const Matrix* w, const float* x, int rows, int inputs, floa
   Pool& p = current_pool();
   const size_t width = grouped(inputs);
   float* padded_x = sized(space.attention, rows * width);
-  const Rows quantised = space.input.resized(rows, inputs);
+  const Rows quantised = space.input.resized(rows, inputs, w->format);
   for_rows(p, rows, [&](int r) {
     std::copy_n(x + size_t(r) * inputs, inputs, padded_x + r * width);
     std::fill(padded_x + r * width + inputs, padded_x + (r + 1) * width, 0.f);
@@ -550,17 +552,16 @@ int64_t outrider_read(const uint8_t* data, int64_t bytes) {
 void outrider_multiply(const Matrix* w, const float* x, int rounds) {
   std::lock_guard<std::mutex> lock(pass_mutex);
   Pool& p = current_pool();
-  const Rows rows = space.input.resized(BLOCK, w->groups * GROUP);
+  const Rows rows = space.input.resized(BLOCK, w->groups * GROUP, w->format);
   for (int r = 0; r < BLOCK; ++r) quantise_row(x + size_t(r) * w->groups * GROUP, rows, r);
   std::atomic<float> seen{0.f};  // results that nobody reads are not computed
   p.run(rounds, [&](int, int) {
-    Tiles tiles;
+    Part part(*w, rows, 0, 1, 0);
     f32v sums[BLOCK], total = {};
-    for (int row = 0, count; row < BLOCK; row += count) {
-      count = next_block(*w, BLOCK - row);
-      block_sums(*w, 0, rows, row, count, tiles, sums);
+    part.for_blocks(BLOCK, 1, [&](int panel, int row, int count) {
+      part.sums(panel, row, count, sums);
       for (int r = 0; r < count; ++r) total = total + sums[r];
-    }
+    });
     seen.store(total[0], std::memory_order_relaxed);
   });
 }
@@ -607,7 +608,7 @@ int outrider_walk(const Walk* w) {
   for (int r = 0; r < w->requests; ++r)
     if (uint64_t(w->anchors[r]) >= uint64_t(w->vocab)) return 1;
   Pool& pool = current_pool();
-  const Rows rows = space.input.resized(w->requests, w->rank);
+  const Rows rows = space.input.resized(w->requests, w->rank, w->bias ? w->bias->format : int(EIGHT));
   float* features = sized(space.attention, size_t(w->requests) * rows.groups * GROUP);
   for (int slot = 0; slot < w->depth; ++slot) {
     const size_t columns = w->draft_vocab;

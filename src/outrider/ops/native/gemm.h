@@ -60,10 +60,17 @@ struct Rows {
   float* scaled_sum;  // scale * sum of quants, what the minimum of FOUR multiplies
   int32_t* start;     // -128 * sum of quants, where the integer sums of EIGHT start
   int groups;
-  int shift;  // BESIDE_SHIFT, or 0
+  int shift;    // BESIDE_SHIFT, or 0
+  bool paired;  // quants lie as amx.h wants those of a few rows
 
   size_t at(int row, int group) const {
     return ((size_t(row >> shift) * groups + group) << shift) + (row & ((1 << shift) - 1));
+  }
+  // The quants of what lies at an index by at().
+  int8_t* quants_at(size_t index) const {
+    if (!paired) return quants + index * GROUP;
+    const size_t row = index % BESIDE, group = index / BESIDE;
+    return quants + ((group / 2 * BESIDE + group % 2 * (BESIDE / 2) + row) * 2 + group % 2) * GROUP;
   }
 };
 
@@ -71,7 +78,7 @@ INLINE void quantise_group(f32v a, f32v b, const Rows& x, size_t group) {
   const float top = as_float(largest(max(magnitude(a), magnitude(b))));
   const f32v inverse = splat(top == 0.f ? 0.f : 127.f / top);
   const i32v qa = to_int(round_even(a * inverse)), qb = to_int(round_even(b * inverse));
-  int8_t* q = x.quants + group * GROUP;
+  int8_t* q = x.quants_at(group);
 #if OUTRIDER_AVX512
   _mm_storeu_si128((__m128i*)q, _mm512_cvtepi32_epi8((__m512i)qa));
   _mm_storeu_si128((__m128i*)(q + LANES), _mm512_cvtepi32_epi8((__m512i)qb));
@@ -117,16 +124,25 @@ INLINE i32v dot(i32v acc, i32v w, const int8_t* a) {
 #endif
 }
 
-constexpr int FEW_ROWS = 4;
+// How many rows a product must have to ask for weights to come itself, and the cache that it asks for: what the machines at
+// hand liked. How far ahead: PREFETCH bytes at least, in whole panels.
+#if OUTRIDER_AMX
+constexpr int LEAST_ASKING_ROWS = 1, NEAR = 2;
+constexpr size_t PREFETCH = 16384;
+#else
+constexpr int LEAST_ASKING_ROWS = 5, NEAR = 3;
 constexpr size_t PREFETCH = 4096;
+#endif
 
-// The sums of one panel's 16 outputs for R rows of a block from row on.
+// The sums of one panel's 16 outputs for R rows of a block from row on. `wanted`: a panel that is read soon, or null.
 template <int FORMAT, int R>
-__attribute__((noinline)) void dot_rows_of(const uint8_t* panel, const Rows& x, int row, f32v* sums) {
+__attribute__((noinline)) void dot_rows_of(const uint8_t* panel, const uint8_t* wanted, const Rows& x, int row,
+                                           f32v* sums) {
   const int groups = x.groups;
+  const ptrdiff_t ahead = wanted ? wanted - panel : 0;
   // Arithmetic for so many rows keeps loads back, and with them the processor's own prefetching.
-  const auto ask_ahead = [](const uint8_t* line) {
-    if (R > FEW_ROWS) __builtin_prefetch(line + PREFETCH);
+  const auto ask_ahead = [ahead](const uint8_t* line) {
+    if (R >= LEAST_ASKING_ROWS) __builtin_prefetch(line + ahead, 0, NEAR);
   };
   const size_t first = x.at(row, 0);
   const int8_t* a = x.quants + first * GROUP;
@@ -171,16 +187,16 @@ __attribute__((noinline)) void dot_rows_of(const uint8_t* panel, const Rows& x, 
 
 // For `rows` <= DOT_ROWS rows from row on, a multiple of DOT_ROWS.
 template <int FORMAT>
-INLINE void dot_rows(const uint8_t* panel, const Rows& x, int row, int rows, f32v* sums) {
+INLINE void dot_rows(const uint8_t* panel, const uint8_t* wanted, const Rows& x, int row, int rows, f32v* sums) {
   switch (rows) {
-    case 8: return dot_rows_of<FORMAT, 8>(panel, x, row, sums);
-    case 7: return dot_rows_of<FORMAT, 7>(panel, x, row, sums);
-    case 6: return dot_rows_of<FORMAT, 6>(panel, x, row, sums);
-    case 5: return dot_rows_of<FORMAT, 5>(panel, x, row, sums);
-    case 4: return dot_rows_of<FORMAT, 4>(panel, x, row, sums);
-    case 3: return dot_rows_of<FORMAT, 3>(panel, x, row, sums);
-    case 2: return dot_rows_of<FORMAT, 2>(panel, x, row, sums);
-    default: return dot_rows_of<FORMAT, 1>(panel, x, row, sums);
+    case 8: return dot_rows_of<FORMAT, 8>(panel, wanted, x, row, sums);
+    case 7: return dot_rows_of<FORMAT, 7>(panel, wanted, x, row, sums);
+    case 6: return dot_rows_of<FORMAT, 6>(panel, wanted, x, row, sums);
+    case 5: return dot_rows_of<FORMAT, 5>(panel, wanted, x, row, sums);
+    case 4: return dot_rows_of<FORMAT, 4>(panel, wanted, x, row, sums);
+    case 3: return dot_rows_of<FORMAT, 3>(panel, wanted, x, row, sums);
+    case 2: return dot_rows_of<FORMAT, 2>(panel, wanted, x, row, sums);
+    default: return dot_rows_of<FORMAT, 1>(panel, wanted, x, row, sums);
   }
 }
 

@@ -53,8 +53,11 @@ class Pool {
     ahead_number_.fetch_add(1, std::memory_order_release);
   }
 
-  // What a thread takes after this chunk, where there is one and nobody else has come so far.
-  static int following(int chunk, int thread) { return thread % 2 ? chunk - 1 : chunk + 1; }
+  // What a thread takes after this chunk, most likely; this chunk where it is the last.
+  int following(int chunk, int chunks, int thread) const {
+    const int at_a_time = (threads_ + 1) / 2, next = thread % 2 ? chunk - at_a_time : chunk + at_a_time;
+    return next < 0 || next >= chunks ? chunk : next;
+  }
 
   // fn(chunk, thread) for every chunk in 0..chunks-1; returns when all are done.
   template <class F>

@@ -10,51 +10,6 @@ namespace outrider {
 
 constexpr int BLOCK = 16;  // rows of one block of products, at most
 
-// A thread's use of the matrix unit during one chunk of work; nothing where there is none.
-class Tiles {
- public:
-#if OUTRIDER_AMX
-  ~Tiles() {
-    if (configured_) _tile_release();
-  }
-  void configure() {
-    if (!configured_) configure_tiles();
-    configured_ = true;
-  }
-
- private:
-  bool configured_ = false;
-#endif
-};
-
-INLINE bool suits_tiles(int format, int rows) {
-#if OUTRIDER_AMX
-  return format == EIGHT && rows >= AMX_LEAST_ROWS && amx_permitted();
-#else
-  return (void)format, (void)rows, false;
-#endif
-}
-
-// How many of the rows that are left the next block of products with `w` takes.
-INLINE int next_block(const Matrix& w, int left) {
-  return std::min(left, suits_tiles(w.format, left) ? BLOCK : DOT_ROWS);
-}
-
-// The sums of a panel's 16 outputs, without bias, for a block of next_block() rows.
-INLINE void block_sums(const Matrix& w, int panel, const Rows& x, int row, int rows, Tiles& tiles, f32v* sums) {
-  const uint8_t* data = w.data + panel * panel_bytes(w.format, w.groups);
-#if OUTRIDER_AMX
-  if (suits_tiles(w.format, rows)) {
-    tiles.configure();
-    return tile_rows(data, x, row, sums);
-  }
-#else
-  (void)tiles;
-#endif
-  if (w.format == FOUR) dot_rows<FOUR>(data, x, row, rows, sums);
-  else dot_rows<EIGHT>(data, x, row, rows, sums);
-}
-
 // Into how many chunks of equal size work on `items` panels is cut: as many for each thread, and more of them where a
 // panel takes long, since the last ones decide how long a thread waits for another.
 INLINE int chunk_count(int items, int rows, int threads) {
@@ -72,22 +27,117 @@ INLINE Ahead read_first(const Matrix& w, int rows, int threads, int together) {
   return {w.data, w.data + last * bytes, uint32_t(std::min<size_t>(AHEAD_BYTES, (items - last) * bytes / 256 * 256))};
 }
 
+// A thread's part of a product: some panels of a matrix, block by block of rows.
+class Part {
+ public:
+  // Panels begin..end-1; `next`: where the thread goes on behind them.
+  Part(const Matrix& w, const Rows& x, int begin, int end, int next)
+      : w_(w), x_(x), begin_(begin), end_(end), next_(next), panel_bytes_(panel_bytes(w.format, w.groups)),
+        ahead_(int((PREFETCH + panel_bytes_ - 1) / panel_bytes_)) {
+#if OUTRIDER_AMX
+    tiles_ = (x.paired || x.shift) && amx_permitted();
+#endif
+  }
+#if OUTRIDER_AMX
+  Part(const Part&) = delete;
+  ~Part() {
+    if (configured_) _tile_release();
+  }
+#endif
+
+  // call(panel, row, count) for every block of rows with every `together`th panel.
+  template <class Call>
+  INLINE void for_blocks(int rows, int together, const Call& call) const {
+    if (by_tiles(rows)) {  // what spread() makes of a panel serves all blocks
+      for (int panel = begin_; panel < end_; panel += together)
+        for (int row = 0, count; row < rows; row += count) call(panel, row, count = next_block(rows - row));
+      return;
+    }
+    // A block's rows stay in the nearest cache while the panels pass by, after the first block from the next.
+    for (int row = 0, count; row < rows; row += count) {
+      count = next_block(rows - row);
+      for (int panel = begin_; panel < end_; panel += together) call(panel, row, count);
+    }
+  }
+
+  // The sums of a panel's 16 outputs, without bias, for one of these blocks.
+  INLINE void sums(int panel, int row, int rows, f32v* to) {
+    const uint8_t *data = at(panel), *wanted = row == 0 ? wanted_with(panel) : nullptr;
+#if OUTRIDER_AMX
+    if (by_tiles(rows)) {
+      if (!configured_) _tile_loadconfig(x_.paired ? &PAIRS_OF_GROUPS : &SINGLE_GROUPS);
+      configured_ = true;
+      if (w_.format == FOUR) return tile_rows<FOUR>(data, bytes_of(panel, wanted), wanted, x_, row, rows, to);
+      return tile_rows<EIGHT>(data, data, wanted, x_, row, rows, to);
+    }
+#endif
+    if (w_.format == FOUR) dot_rows<FOUR>(data, wanted, x_, row, rows, to);
+    else dot_rows<EIGHT>(data, wanted, x_, row, rows, to);
+  }
+
+ private:
+  // How many of the rows that are left the next block takes.
+  int next_block(int left) const { return std::min(left, by_tiles(left) ? BLOCK : DOT_ROWS); }
+
+  bool by_tiles(int left) const {
+#if OUTRIDER_AMX
+    return tiles_ && (x_.paired || left > DOT_ROWS);
+#else
+    return (void)left, false;
+#endif
+  }
+
+  const uint8_t* at(int panel) const { return w_.data + panel * panel_bytes_; }
+
+  // The panel to ask for while `panel` is read.
+  const uint8_t* wanted_with(int panel) const {
+    const int later = panel + ahead_;
+    return at(later < end_ ? later : std::min(next_ + later - end_, w_.panels - 1));
+  }
+
+  const Matrix& w_;
+  const Rows& x_;
+  const int begin_, end_, next_;
+  const size_t panel_bytes_;
+  const int ahead_;  // panels
+#if OUTRIDER_AMX
+  static constexpr int SLOTS = 4;  // panels whose turns alternate
+
+  const uint8_t* bytes_of(int panel, const uint8_t* wanted) {
+    static thread_local Buffer<uint8_t> spread_out;
+    const size_t size = w_.groups * EIGHT_BYTES;
+    if (spread_out.size() < SLOTS * size) spread_out.resize(SLOTS * size);
+    uint8_t* bytes = spread_out.data() + panel % SLOTS * size;
+    if (spread_[panel % SLOTS] != panel) spread(at(panel), wanted ? wanted : at(panel), w_.groups, bytes);
+    spread_[panel % SLOTS] = panel;
+    return bytes;
+  }
+
+  bool tiles_ = false, configured_ = false;
+  int spread_[SLOTS] = {-1, -1, -1, -1};
+#endif
+};
+
+// call(part) for parts of w's panels, multiples of `together`, on all threads.
+template <class Call>
+void for_parts(Pool& pool, const Matrix& w, const Rows& x, int rows, int together, const Call& call) {
+  const int items = w.panels / together, chunks = chunk_count(items, rows, pool.threads());
+  pool.run(chunks, [&](int chunk, int thread) {
+    const auto begin = [&](int c) { return chunk_begin(items, c, chunks) * together; };
+    Part part(w, x, begin(chunk), begin(chunk + 1), begin(pool.following(chunk, chunks, thread)));
+    call(part);
+  });
+}
+
 // out(row, panel, sums) for every row and every panel.
 template <class Out>
 void product(Pool& pool, const Matrix& w, const Rows& x, int rows, const Out& out) {
-  const int chunks = chunk_count(w.panels, rows, pool.threads());
-  pool.run(chunks, [&](int chunk, int) {
-    const int begin = chunk_begin(w.panels, chunk, chunks), end = chunk_begin(w.panels, chunk + 1, chunks);
-    Tiles tiles;
-    // A block's rows stay in the nearest cache while the chunk's panels pass by, after the first block from the next.
-    for (int row = 0, count; row < rows; row += count) {
-      count = next_block(w, rows - row);
-      for (int p = begin; p < end; ++p) {
-        f32v sums[BLOCK];
-        block_sums(w, p, x, row, count, tiles, sums);
-        for (int r = 0; r < count; ++r) out(row + r, p, sums[r]);
-      }
-    }
+  for_parts(pool, w, x, rows, 1, [&](Part& part) {
+    part.for_blocks(rows, 1, [&](int panel, int row, int count) {
+      f32v sums[BLOCK];
+      part.sums(panel, row, count, sums);
+      for (int r = 0; r < count; ++r) out(row + r, panel, sums[r]);
+    });
   });
 }
 

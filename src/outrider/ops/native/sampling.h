@@ -40,7 +40,7 @@ struct Candidate {
 
 // A thread's buffers, kept from call to call.
 struct SamplingScratch {
-  std::vector<float> logits, probs;
+  Buffer<float> logits, probs;
   std::vector<int64_t> weights, sums;
   std::vector<Candidate> candidates;
   std::vector<double> mass;

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define OUTRIDER_AVX512 1
@@ -20,6 +22,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 namespace outrider {
 
@@ -27,6 +30,21 @@ constexpr int LANES = 16;
 typedef float f32v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t bf16;
+
+// Begins with a cache line, so that no vector of it lies across two, which costs two accesses.
+template <class T>
+struct OnLines {
+  using value_type = T;
+  OnLines() = default;
+  template <class U>
+  OnLines(const OnLines<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
+  bool operator==(const OnLines&) const { return true; }
+  bool operator!=(const OnLines&) const { return false; }
+};
+template <class T>
+using Buffer = std::vector<T, OnLines<T>>;
 
 // Not 0 + x, which is an addition.
 INLINE f32v splat(float x) { return f32v{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
