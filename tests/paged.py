@@ -23,10 +23,15 @@ KV_BLOCK_SIZE = 4
 
 
 def make_pool(
-    config: ModelConfig, *, num_blocks: int, dtype: torch.dtype = torch.float32, tp_size: int = 1
+    config: ModelConfig,
+    *,
+    num_blocks: int,
+    dtype: torch.dtype = torch.float32,
+    tp_size: int = 1,
+    block_size: int = KV_BLOCK_SIZE,
 ) -> list[LayerKV]:
     """NaN everywhere: whoever reads a slot that was not written shows it. Heads of one of ``tp_size`` ranks."""
-    shape = (num_blocks * KV_BLOCK_SIZE, config.num_kv_heads // tp_size, config.head_dim)
+    shape = (num_blocks * block_size, config.num_kv_heads // tp_size, config.head_dim)
     return [
         LayerKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
         for _ in range(config.num_layers)
@@ -42,10 +47,22 @@ class PassResult:
 class PagedSequences:
     """Sequences that grow pass by pass."""
 
-    def __init__(self, model: Decoder | NativeDecoder, *, requests: int, max_len: int, tp_size: int = 1) -> None:
+    def __init__(
+        self,
+        model: Decoder | NativeDecoder,
+        *,
+        requests: int,
+        max_len: int,
+        tp_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = KV_BLOCK_SIZE,
+    ) -> None:
         self.model = model
-        blocks = -(-max_len // KV_BLOCK_SIZE)
-        self.pool = make_pool(model.config, num_blocks=requests * blocks, tp_size=tp_size)
+        self.block_size = block_size
+        blocks = -(-max_len // block_size)
+        self.pool = make_pool(
+            model.config, num_blocks=requests * blocks, dtype=dtype, tp_size=tp_size, block_size=block_size
+        )
         order = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(11))
         self.tables_RB = order.view(requests, blocks).to(torch.int32)
         self.lengths = [0] * requests
@@ -61,10 +78,10 @@ class PagedSequences:
         for request, tokens in new_tokens.items():
             for offset, token in enumerate(tokens):
                 position = self.lengths[request] + offset
-                block = int(self.tables_RB[request, position // KV_BLOCK_SIZE])
+                block = int(self.tables_RB[request, position // self.block_size])
                 ids.append(token)
                 positions.append(position)
-                slots.append(block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE)
+                slots.append(block * self.block_size + position % self.block_size)
             self.lengths[request] += len(tokens)
             starts.append(len(ids))
             seq_lens.append(self.lengths[request])
@@ -73,7 +90,7 @@ class PagedSequences:
             seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32),
             block_tables_RB=self.tables_RB[list(new_tokens)],
             slot_mapping_N=torch.tensor(slots + [-1] * padding_rows, dtype=torch.int64),
-            kv_block_size=KV_BLOCK_SIZE,
+            kv_block_size=self.block_size,
             max_query_len=max((len(tokens) for tokens in new_tokens.values()), default=0),
             max_seq_len=max(seq_lens, default=0),
         )

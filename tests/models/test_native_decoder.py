@@ -132,18 +132,16 @@ def test_many_requests_beside_a_long_prefill(kernels: Kernels, tmp_path: Path) -
 @pytest.mark.parametrize("length", [64, 65, 129, 300])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_contexts_are_cut_and_merged_to_the_same_bits(
-    length: int, kv_dtype: torch.dtype, kernels: Kernels, tmp_path: Path
+    length: int, kv_dtype: torch.dtype, both_kernels: Kernels, tmp_path: Path
 ) -> None:
     """One row over a long context is shared between threads, many rows are not; chunks of positions begin and end."""
     native = NativeDecoder.of(
-        kernels, ours(oracle("llama", {"max_position_embeddings": 512}), tmp_path), quantization="int8"
+        both_kernels, ours(oracle("llama", {"max_position_embeddings": 512}), tmp_path), quantization="int8"
     )
     tokens = prompt(length, seed=length)
 
     def fresh(requests: int) -> PagedSequences:
-        sequences = PagedSequences(native, requests=requests, max_len=320)
-        sequences.pool = [type(kv)(kv.key_SHD.to(kv_dtype), kv.value_SHD.to(kv_dtype)) for kv in sequences.pool]
-        return sequences
+        return PagedSequences(native, requests=requests, max_len=320, dtype=kv_dtype)
 
     whole = fresh(1).run({0: tokens}).logits[0]
     for tail in (1, 2, 7):
@@ -165,48 +163,107 @@ LARGE_HEADS: Mapping[str, Any] = {
 }
 
 
-def with_pool_of(sequences: PagedSequences, dtype: torch.dtype) -> PagedSequences:
-    sequences.pool = [type(kv)(kv.key_SHD.to(dtype), kv.value_SHD.to(dtype)) for kv in sequences.pool]
-    return sequences
+WHOLE_VECTORS = ("-march=native", "-mprefer-vector-width=512")
+VECTORS = (*WHOLE_VECTORS, "-mno-amx-bf16")  # without the matrix unit in attention, which adds in another order
+EMULATED = (*WHOLE_VECTORS, "-DOUTRIDER_EMULATE_TILES")  # the matrix unit's order, where there are bfloat16 products
 
 
+def built(architecture: tuple[str, ...], *, threads: int = 1) -> Kernels:
+    kernels = build_kernels(architecture, threads=threads)
+    if kernels is None:
+        pytest.skip("this compiler builds for another family of processors")
+    return kernels
+
+
+@pytest.fixture(params=["native", "emulated"])
+def both_kernels(request: pytest.FixtureRequest, kernels: Kernels) -> Kernels:
+    """This machine's, and those that run attention over bfloat16 through tiles whether it has any or not."""
+    return kernels if request.param == "native" else built(EMULATED, threads=2)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_heads_give_the_same_bits_to_few_rows_and_to_many(
-    kv_dtype: torch.dtype, kernels: Kernels, tmp_path: Path
+    kv_dtype: torch.dtype, block_size: int, both_kernels: Kernels, tmp_path: Path
 ) -> None:
     """Heads of whole vectors: few queries read keys where they lie, many transposed ones; many requests of few rows
     take all heads of a position together, a single one shares its positions between threads."""
-    native = NativeDecoder.of(kernels, ours(oracle("llama", dict(LARGE_HEADS)), tmp_path), quantization="int8")
+    native = NativeDecoder.of(both_kernels, ours(oracle("llama", dict(LARGE_HEADS)), tmp_path), quantization="int8")
     tokens = prompt(150, seed=21)
-    whole = with_pool_of(PagedSequences(native, requests=1, max_len=152), kv_dtype).run({0: tokens}).logits[0]
+
+    def fresh(requests: int) -> PagedSequences:
+        return PagedSequences(native, requests=requests, max_len=152, dtype=kv_dtype, block_size=block_size)
+
+    whole = fresh(1).run({0: tokens}).logits[0]
     for requests in (1, 9):
-        sequences = with_pool_of(PagedSequences(native, requests=requests, max_len=152), kv_dtype)
+        sequences = fresh(requests)
         for start, end in pairwise((0, 31, 61, 64, 65, 67, 70, 128, 129, 137, 149, 150)):
             result = sequences.run(dict.fromkeys(range(requests), tokens[start:end]))
             for logits in result.logits:
                 assert torch.equal(logits, whole[start:end]), (requests, start)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_finite_is_seen_from_its_position_on_alone(
+    kv_dtype: torch.dtype, both_kernels: Kernels, tmp_path: Path
+) -> None:
+    bad = 5
+    decoder = ours(oracle("llama", dict(LARGE_HEADS)), tmp_path)
+    decoder.embed_tokens.weight.data[bad] = torch.inf
+    native = NativeDecoder.of(both_kernels, decoder, quantization="int8")
+    tokens = [token if token != bad else bad + 1 for token in prompt(80, seed=23)]
+    clean = PagedSequences(native, requests=1, max_len=96, dtype=kv_dtype, block_size=16).run({0: tokens}).logits[0]
+    for cut, start in ((70, 0), (70, 66), (67, 66), (64, 62)):  # many queries, some, few, and a chunk's first
+        spoilt = [*tokens[:cut], bad]
+        sequences = PagedSequences(native, requests=1, max_len=96, dtype=kv_dtype, block_size=16)
+        if start:
+            sequences.run({0: spoilt[:start]})
+        found = sequences.run({0: spoilt[start:]}).logits[0]
+        assert torch.equal(found[:-1], clean[start:cut]), (cut, start)
+        assert not bool(found[-1].isfinite().any()), (cut, start)
+
+
 @pytest.mark.parametrize("shape", [LARGE_HEADS, WIDE], ids=["large", "wide"])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "architecture", [("-march=x86-64-v3",), ("-march=native", "-mno-avx512bf16")], ids=["avx2", "no bfloat16 products"]
+    "architecture",
+    [("-march=x86-64-v3",), ("-march=native", "-mno-avx512bf16", "-mno-amx-bf16")],
+    ids=["avx2", "no bfloat16 products"],
 )
 def test_every_instruction_set_gives_a_pass_the_same_bits(
     architecture: tuple[str, ...], kv_dtype: torch.dtype, shape: Mapping[str, Any], kernels: Kernels, tmp_path: Path
 ) -> None:
-    other = build_kernels(architecture, threads=1)
-    if other is None:
-        pytest.skip("this compiler builds for another family of processors")
+    """But for the matrix unit over bfloat16."""
+    other = built(architecture)
+    if kv_dtype == torch.bfloat16:
+        kernels = built(VECTORS)
     decoder = ours(oracle("qwen3", {**shape, "max_position_embeddings": 512}), tmp_path)
     tokens = prompt(90, seed=22)
-    found = []
-    for each in (kernels, other):
-        native = NativeDecoder.of(each, decoder, quantization="int8")
-        sequences = with_pool_of(PagedSequences(native, requests=1, max_len=92), kv_dtype)
-        parts = [sequences.run({0: tokens[start:end]}).logits[0] for start, end in pairwise((0, 81, 82, 90))]
-        found.append(torch.cat(parts))
-    assert torch.equal(*found)
+    assert torch.equal(*(in_parts(each, decoder, tokens, kv_dtype=kv_dtype) for each in (kernels, other)))
+
+
+def in_parts(
+    kernels: Kernels, decoder: Decoder, tokens: list[int], *, kv_dtype: torch.dtype, block_size: int = 4
+) -> Tensor:
+    """Logits of 90 tokens from passes of many, one and some rows."""
+    native = NativeDecoder.of(kernels, decoder, quantization="int8")
+    sequences = PagedSequences(native, requests=1, max_len=96, dtype=kv_dtype, block_size=block_size)
+    parts = [sequences.run({0: tokens[start:end]}).logits[0] for start, end in pairwise((0, 81, 82, 86, 90))]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("head_dim", [20, 32, 64, 96, 128])
+def test_the_matrix_unit_gives_the_bits_of_its_emulation(
+    head_dim: int, block_size: int, kernels: Kernels, tmp_path: Path
+) -> None:
+    if kernels.isa != "amx":
+        pytest.skip("this processor has no matrix unit")
+    decoder = ours(oracle("qwen3", {**LARGE_HEADS, "head_dim": head_dim}), tmp_path)
+    tokens = prompt(90, seed=24)
+    both = (kernels, built(EMULATED))
+    found, emulated = (in_parts(each, decoder, tokens, kv_dtype=torch.bfloat16, block_size=block_size) for each in both)
+    assert torch.equal(found, emulated)
 
 
 def test_long_contexts_mean_what_they_do_in_torch(kernels: Kernels, tmp_path: Path) -> None:
@@ -218,14 +275,14 @@ def test_long_contexts_mean_what_they_do_in_torch(kernels: Kernels, tmp_path: Pa
     close(found.logits[0], PagedSequences(reference, requests=1, max_len=208).run({0: tokens}).logits[0])
 
 
-def test_attention_over_a_bf16_pool_means_what_it_does_in_torch(kernels: Kernels, tmp_path: Path) -> None:
+def test_attention_over_a_bf16_pool_means_what_it_does_in_torch(both_kernels: Kernels, tmp_path: Path) -> None:
     """But for what bfloat16, of 8 bits, costs this model, whose weights are large: 0.08 for keys and values alone, and
     0.09 with queries and weights. Of what belongs to another position or dimension the error is about 1."""
     decoder = ours(oracle("llama", dict(LARGE_HEADS)), tmp_path)
-    native = NativeDecoder.of(kernels, decoder, quantization="int8")
-    reference = quantised_reference(kernels, decoder, "int8")
+    native = NativeDecoder.of(both_kernels, decoder, quantization="int8")
+    reference = quantised_reference(both_kernels, decoder, "int8")
     tokens = prompt(201, seed=10)
-    found = with_pool_of(PagedSequences(native, requests=1, max_len=208), torch.bfloat16).run({0: tokens}).logits[0]
+    found = PagedSequences(native, requests=1, max_len=208, dtype=torch.bfloat16).run({0: tokens}).logits[0]
     expected = PagedSequences(reference, requests=1, max_len=208).run({0: tokens}).logits[0]
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(error.mean()) < 0.15

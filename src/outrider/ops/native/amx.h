@@ -1,4 +1,4 @@
-// Products of several rows on the matrix unit (AMX), where the processor has one and the kernel lets this process use it.
+// Products of several rows on the matrix unit (AMX), where there is one and the kernel lets this process use it.
 //
 // A tile product gives the same 32-bit integers as dot(), and what follows is the same arithmetic in the same order, so
 // a row's result is the same bits whichever way it was computed: the choice may depend on the number of rows.
@@ -14,11 +14,7 @@
 #include <utility>
 
 #include "gemm.h"
-
-#if OUTRIDER_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 namespace outrider {
 
@@ -26,19 +22,6 @@ namespace outrider {
 
 constexpr int TILE_ROWS = BESIDE;
 
-// Once per process, before any thread uses a tile.
-inline bool amx_permitted() {
-  constexpr long REQUEST = 0x1023, TILE_DATA = 18;
-  static const bool permitted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-  return permitted;
-}
-
-// Constants: compilers do not know that loading a configuration reads all of it, and drop what was written there.
-struct alignas(64) TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t bytes_per_row[16];
-  uint8_t rows[16];
-};
 // Tiles 0 and 1: sums; 2 and 3: rows; 4 and 5: weights; 6 and 7: rows and weights of a group without a partner.
 constexpr TileConfig SINGLE_GROUPS = {1, 0, {}, {64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 8, 8}};
 constexpr TileConfig PAIRS_OF_GROUPS = {1, 0, {}, {64, 64, 64, 64, 64, 64, 32, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
@@ -57,11 +40,11 @@ INLINE void spread(const uint8_t* panel, const uint8_t* wanted, int groups, uint
       std::memcpy(bytes + g * EIGHT_BYTES + q * LINE, &low, LINE);
       std::memcpy(bytes + g * EIGHT_BYTES + (q + QUADS / 2) * LINE, &high, LINE);
     }
-  asm volatile("" ::: "memory");  // compilers do not know that loading a tile reads memory
+  settle();
 }
 
-// acc[r] += part[r] * d * scale[r], and m * scaled_sum[r], for group g. Neither loops nor lambdas: compilers would leave
-// acc in memory.
+// acc[r] += part[r] * d * scale[r], and m * scaled_sum[r], for group g. Neither loops nor lambdas: compilers would
+// leave acc in memory.
 template <int FORMAT, int R, size_t... r>
 INLINE void add_group(f32v (&acc)[R], const int32_t (*part)[PANEL], int g, const uint8_t* panel, const uint8_t* wanted,
                       const Rows& x, size_t first, std::index_sequence<r...>) {

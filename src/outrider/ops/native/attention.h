@@ -9,9 +9,11 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
+#include "tiles.h"
 #include "vec.h"
 
 namespace outrider {
@@ -39,7 +41,7 @@ struct Chunk {
   const T *key[CHUNK], *value[CHUNK];
 
   // Of a first chunk, whose keys nobody has asked for: so many elements of each.
-  void ask_for_keys(size_t elements) const {
+  INLINE void ask_for_keys(size_t elements) const {  // never a call, which compilers drop
     for (int i = 0; i < pooled; ++i) prefetch(key[i], elements);
   }
   // To another head, so many elements from this one.
@@ -242,6 +244,7 @@ struct Scratch {
   Buffer<unsigned char> rows;  // [CHUNK][width] of T, copies of what cannot be read in place, padded with zeros
   Buffer<float> key_t;         // [width / 2][planes][TILE]
   Buffer<float> query;         // [all][width / 2][planes], scaled
+  Buffer<float> query_t;       // the same as columns of tiles
   Buffer<float> weights;       // [all][CHUNK], scores and then their exponentials in pairs, [CHUNK / 2][planes]
   Buffer<float> top, mass;          // [all] of the chunk at hand
   Buffer<float> all_top, all_mass;  // [all] of the chunks so far
@@ -440,6 +443,12 @@ struct Queries {
   int seen(int i, const Chunk<T>& chunk) const { return std::min(seen(i) - chunk.start, chunk.count); }
 };
 
+}  // namespace outrider
+
+#include "attention_tiles.h"
+
+namespace outrider {
+
 template <class T>
 INLINE void load_queries(const Queries& q, Scratch& s) {
   const size_t width = padded(q.dim), floats = width / 2 * Pairs<T>::PLANES;
@@ -449,8 +458,9 @@ INLINE void load_queries(const Queries& q, Scratch& s) {
   };
   sized(s.rows, CHUNK * width * sizeof(T));
   sized(s.key_t, TILE * floats);
-  sized(s.query, q.all() * floats);
-  sized(s.weights, q.all() * CHUNK);
+  const size_t whole_tiles = (q.all() + 15) / 16 * 16;
+  sized(s.query, whole_tiles * floats);
+  sized(s.weights, whole_tiles * CHUNK);
   sized(s.values, q.all() * width);
   for (auto* each : {&s.top, &s.mass, &s.all_top, &s.all_mass, &s.keep, &s.add}) sized(*each, padded(q.all()));
   for (int i = 0; i < q.all(); ++i) {
@@ -458,11 +468,19 @@ INLINE void load_queries(const Queries& q, Scratch& s) {
     float* to = &s.query[i * floats];
     for (int d = 0; d < int(width); d += LANES) Pairs<T>::put(to, d, load_some(from + d, q.dim - d) * splat(q.scale));
   }
+#if OUTRIDER_TILE_ATTENTION
+  if constexpr (std::is_same_v<T, bf16>)
+    if (tile_attention() && q.all() <= TILE_SIDE) turn_queries(s, q.all(), width);
+#endif
 }
 
 // Scores of all queries with a chunk's positions, whose values are asked for meanwhile.
 template <class T>
 INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk) {
+#if OUTRIDER_TILE_ATTENTION
+  if constexpr (std::is_same_v<T, bf16>)
+    if (tile_attention()) return score_tiles(kv, s, q, chunk);
+#endif
   const int all = q.all();
   const size_t width = padded(q.dim), floats = width / 2 * Pairs<T>::PLANES;
   for (int tile = 0; tile < chunk.count; tile += TILE) {
@@ -510,6 +528,10 @@ INLINE void weigh(Scratch& s, int first, int all) {
 template <class T>
 INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk, const Chunk<T>& next,
                       const Target& into) {
+#if OUTRIDER_TILE_ATTENTION
+  if constexpr (std::is_same_v<T, bf16>)
+    if (tile_attention()) return mix_tiles(kv, s, q, chunk, next, into);
+#endif
   const int all = q.all(), first = q.first_with(chunk.start);
   const size_t width = padded(q.dim);
   with_positions<false>(kv, chunk, 0, chunk.count, q.dim, s, [&](const T* const* values) {
@@ -532,6 +554,10 @@ INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, cons
 
 template <class T>
 INLINE void soften_chunk(Scratch& s, const Queries& q, const Chunk<T>& chunk) {
+#if OUTRIDER_TILE_ATTENTION
+  if constexpr (std::is_same_v<T, bf16>)
+    if (tile_attention()) return soften_tiles(s, q, chunk);
+#endif
   const int all = q.all(), first = q.first_with(chunk.start);
   for (int i = first; i < all; ++i) s.top[i] = top_score(&s.weights[i * CHUNK], q.seen(i, chunk));
   for (int i = first; i < all; ++i) s.mass[i] = soften<T>(&s.weights[i * CHUNK], q.seen(i, chunk), s.top[i]);
@@ -543,12 +569,28 @@ INLINE void write_out(const Queries& q, int i, const float* values, float mass, 
   for (int d = 0; d < q.dim; ++d) to[d] = values[d] * inverse;
 }
 
+// Tiles as long as this lives, where they are used.
+template <class T>
+struct TileUse {
+  explicit TileUse(int) {}
+};
+#if OUTRIDER_TILE_ATTENTION
+template <>
+struct TileUse<bf16> {
+  explicit TileUse(int queries) {
+    if (tile_attention()) tiles.emplace(queries);
+  }
+  std::optional<AttentionTiles> tiles;
+};
+#endif
+
 // All chunks of `heads` heads, from that of `kv` and `q` on: chunk by chunk, since the heads of a position are
 // neighbours in memory. `scratch`: one for each head. `after`: what the thread takes next, most likely.
 template <class T>
 void attend(const Positions<T>& kv, Scratch* scratch, const Queries& q, int heads, const Chunk<T>& after, float* out,
             size_t out_stride) {
   const size_t width = padded(q.dim);
+  const TileUse<T> tiles(q.all());
   Chunk<T> chunks[2];
   kv.locate(0, q.length(), chunks[0]);
   chunks[0].ask_for_keys(heads * q.dim);
@@ -585,6 +627,7 @@ template <class T>
 void attend_part(const Positions<T>& kv, Scratch& s, const Queries& q, int first, int count, const Chunk<T>& after,
                  float* partials) {
   const size_t width = padded(q.dim), stride = partial_floats(width);
+  const TileUse<T> tiles(q.all());
   Chunk<T> chunks[2];
   kv.locate(first * CHUNK, q.length(), chunks[0]);
   chunks[0].ask_for_keys(q.dim);

@@ -14,6 +14,7 @@
 // outputs beyond the real extents have weight zero.
 #pragma once
 
+#include "tiles.h"
 #include "vec.h"
 
 namespace outrider {
@@ -39,10 +40,6 @@ INLINE size_t quants_at(int format, int g) {
 INLINE size_t panel_bytes(int format, int groups) {
   return format == FOUR ? groups * FOUR_BYTES : (groups + 1) / 2 * LINE + groups * EIGHT_BYTES;
 }
-
-#if defined(__AMX_INT8__) && defined(__AMX_TILE__) && OUTRIDER_AVX512 && defined(__linux__)
-#define OUTRIDER_AMX 1
-#endif
 
 constexpr int DOT_ROWS = 8;  // rows whose sums stay in registers together
 #if OUTRIDER_AMX

@@ -13,7 +13,7 @@ constexpr int BLOCK = 16;  // rows of one block of products, at most
 // Into how many chunks of equal size work on `items` panels is cut: as many for each thread, and more of them where a
 // panel takes long, since the last ones decide how long a thread waits for another.
 INLINE int chunk_count(int items, int rows, int threads) {
-  return std::min(items, std::max(threads * (rows > DOT_ROWS ? 12 : 4), items / 8));
+  return std::min(items, std::max(threads * (rows > DOT_ROWS ? 6 : 2), items / 64));
 }
 INLINE int chunk_begin(int items, int chunk, int chunks) { return int(int64_t(items) * chunk / chunks); }
 
