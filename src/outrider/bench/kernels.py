@@ -3,7 +3,9 @@
 A pass of N rows is made of requests of at most ``rows_per_request`` rows, each over ``context`` positions, with logits
 for every row: what verifying drafts asks for. Rows differ in number only, so passes of all sizes alternate within each
 round and ratios are taken between medians of one run. The machine's bandwidth is that of reading a buffer as large as
-the weights, which is what a pass over few rows does; its arithmetic that of the same products out of the nearest cache.
+the weights, which is what a pass over few rows does, once in each round: read again and again it would come from a
+large last cache, which the passes between do not leave to the weights. Its arithmetic is that of the same products out
+of the nearest cache.
 
 Shape legend: N rows, R requests.
 """
@@ -38,7 +40,7 @@ class KernelFigures:
     shares: dict[int, dict[str, float]]  # rows -> stage -> share of the pass; {} for torch
     weight_bytes: int  # read by a pass of any size
     multiplications: int  # by one row of a pass
-    bandwidth_gb_s: float  # 0 without kernels
+    bandwidth_gb_s: float  # median; 0 without kernels
     giga_operations: float  # int8 operations a second, 0 without kernels
 
 
@@ -67,7 +69,14 @@ def measure_kernels(
     passes = {n: _pass(config, n, context=context, rows_per_request=rows_per_request) for n in rows}
     seconds: dict[int, list[float]] = {n: [] for n in rows}
     stages: dict[int, dict[str, float]] = {n: {} for n in rows}
+    weight_bytes = model.weight_bytes if isinstance(model, NativeDecoder) else _parameter_bytes(model)
+    as_weights = torch.ones(weight_bytes if kernels is not None else 0, dtype=torch.uint8)
+    reads: list[float] = []
     for round_ in range(_WARM_UP + repeat):
+        if kernels is not None:
+            start = time.perf_counter()
+            kernels.read(as_weights)
+            reads.append(time.perf_counter() - start)
         for n, each in passes.items():
             if kernels is not None:
                 kernels.stage_seconds()
@@ -80,14 +89,13 @@ def measure_kernels(
             seconds[n].append(took)
             for stage, part in (kernels.stage_seconds() if kernels is not None else {}).items():
                 stages[n][stage] = stages[n].get(stage, 0.0) + part
-    weight_bytes = model.weight_bytes if isinstance(model, NativeDecoder) else _parameter_bytes(model)
     return KernelFigures(
         milliseconds={n: 1e3 * statistics.median(each) for n, each in seconds.items()},
         fastest={n: 1e3 * min(each) for n, each in seconds.items()},
         shares={n: {stage: part / sum(seconds[n]) for stage, part in each.items()} for n, each in stages.items()},
         weight_bytes=weight_bytes,
         multiplications=_multiplications(config),
-        bandwidth_gb_s=_bandwidth(kernels, weight_bytes) if kernels is not None else 0.0,
+        bandwidth_gb_s=weight_bytes / statistics.median(reads[_WARM_UP:]) / 1e9 if reads else 0.0,
         giga_operations=_arithmetic(kernels) if kernels is not None else 0.0,
     )
 
@@ -140,12 +148,6 @@ def _parameter_bytes(model: Decoder) -> int:
     """A tied embedding is read once; an untied one is looked up, not read."""
     unread = set() if model.config.tie_word_embeddings else {id(model.embed_tokens.weight)}
     return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in unread)
-
-
-def _bandwidth(kernels: Kernels, size: int) -> float:
-    """GB/s of the fastest of some reads."""
-    data = torch.ones(size, dtype=torch.uint8)
-    return size / _fastest(lambda: kernels.read(data)) / 1e9
 
 
 def _arithmetic(kernels: Kernels) -> float:
