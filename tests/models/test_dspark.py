@@ -186,6 +186,15 @@ def test_confidence_reads_hidden_and_previous_token(build: Callable[..., DSparkD
         torch.testing.assert_close(drafter.confidence_logits(hidden, previous), expected)
 
 
+def test_confidence_does_not_depend_on_other_rows(build: Callable[..., DSparkDrafter]) -> None:
+    drafter = build(enable_confidence_head=True, confidence_head_with_markov=True)
+    hidden_RD = torch.randn(13, drafter.config.decoder.hidden_size, generator=torch.Generator().manual_seed(7))
+    ids_R = torch.arange(13)
+    together_R = drafter.confidence_logits(hidden_RD, ids_R)
+    for r in range(13):
+        assert torch.equal(drafter.confidence_logits(hidden_RD[r : r + 1], ids_R[r : r + 1])[0], together_R[r])
+
+
 def test_without_markov_head_the_bias_is_zero(build: Callable[..., DSparkDrafter]) -> None:
     drafter = build(markov_rank=0, confidence_head_with_markov=False)
     bias, state = drafter.markov_bias(torch.tensor([1, 2]), torch.ones(2, HIDDEN), drafter.markov_state(2))

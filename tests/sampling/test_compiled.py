@@ -69,7 +69,7 @@ class Drafter:
 
     def confidence_logits(self, hidden_RD: Tensor, prev_ids_R: Tensor) -> Tensor:
         parts = [hidden_RD, self._features_Vr[prev_ids_R].float()] if self._markov else [hidden_RD]
-        return torch.cat(parts, dim=1) @ self._confidence_X[:-1] + self._confidence_X[-1]
+        return (torch.cat(parts, dim=1) * self._confidence_X[:-1]).sum(dim=1) + self._confidence_X[-1]
 
 
 MIX: list[dict[str, Any]] = [

@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "gemm.h"
-#include "tiles.h"
 
 namespace outrider {
 
@@ -35,7 +34,7 @@ INLINE void spread(const uint8_t* panel, const uint8_t* wanted, int groups, uint
       const uint8_t* from = panel + quants_at(FOUR, g) + q * LINE;
       i32v packed;
       std::memcpy(&packed, from, LINE);
-      __builtin_prefetch(from + ahead, 0, NEAR);
+      __builtin_prefetch(from + ahead, 0, ASKED_CACHE);
       const i32v low = packed & mask, high = (packed >> 4) & mask;
       std::memcpy(bytes + g * EIGHT_BYTES + q * LINE, &low, LINE);
       std::memcpy(bytes + g * EIGHT_BYTES + (q + QUADS / 2) * LINE, &high, LINE);
@@ -57,7 +56,7 @@ INLINE void add_group(f32v (&acc)[R], const int32_t (*part)[PANEL], int g, const
     ((acc[r] = fma(m, splat(scaled_sum[r]), acc[r])), ...);
   } else if (wanted) {
     for (size_t byte = 0; byte <= EIGHT_BYTES; byte += LINE)
-      __builtin_prefetch(wanted + scales_at(EIGHT, g) + byte, 0, NEAR);
+      __builtin_prefetch(wanted + scales_at(EIGHT, g) + byte, 0, ASKED_CACHE);
   }
 }
 // The same for product i.

@@ -71,7 +71,6 @@ struct Context {
 namespace {
 
 constexpr int UNITS_PER_THREAD = 4;  // of attention, where there is enough of it to cut
-constexpr int INLINE_ROWS = 16;   // row-wise steps of fewer rows are not worth waking anyone
 
 INLINE int grouped(int x) { return (x + GROUP - 1) / GROUP * GROUP; }
 

@@ -14,7 +14,7 @@
 // outputs beyond the real extents have weight zero.
 #pragma once
 
-#include "tiles.h"
+#include "tuning.h"
 #include "vec.h"
 
 namespace outrider {
@@ -121,25 +121,14 @@ INLINE i32v dot(i32v acc, i32v w, const int8_t* a) {
 #endif
 }
 
-// How many rows a product must have to ask for weights to come itself, and the cache that it asks for: what the machines at
-// hand liked. How far ahead: PREFETCH bytes at least, in whole panels.
-#if OUTRIDER_AMX
-constexpr int LEAST_ASKING_ROWS = 1, NEAR = 2;
-constexpr size_t PREFETCH = 16384;
-#else
-constexpr int LEAST_ASKING_ROWS = 5, NEAR = 3;
-constexpr size_t PREFETCH = 4096;
-#endif
-
 // The sums of one panel's 16 outputs for R rows of a block from row on. `wanted`: a panel that is read soon, or null.
 template <int FORMAT, int R>
 __attribute__((noinline)) void dot_rows_of(const uint8_t* panel, const uint8_t* wanted, const Rows& x, int row,
                                            f32v* sums) {
   const int groups = x.groups;
   const ptrdiff_t ahead = wanted ? wanted - panel : 0;
-  // Arithmetic for so many rows keeps loads back, and with them the processor's own prefetching.
   const auto ask_ahead = [ahead](const uint8_t* line) {
-    if (R >= LEAST_ASKING_ROWS) __builtin_prefetch(line + ahead, 0, NEAR);
+    if (R >= LEAST_ASKING_ROWS) __builtin_prefetch(line + ahead, 0, ASKED_CACHE);
   };
   const size_t first = x.at(row, 0);
   const int8_t* a = x.quants + first * GROUP;

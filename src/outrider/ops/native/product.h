@@ -13,7 +13,7 @@ constexpr int BLOCK = 16;  // rows of one block of products, at most
 // Into how many chunks of equal size work on `items` panels is cut: as many for each thread, and more of them where a
 // panel takes long, since the last ones decide how long a thread waits for another.
 INLINE int chunk_count(int items, int rows, int threads) {
-  return std::min(items, std::max(threads * (rows > DOT_ROWS ? 6 : 2), items / 64));
+  return std::min(items, std::max(threads * (rows > DOT_ROWS ? MANY_CHUNKS : FEW_CHUNKS), items / LARGEST_CHUNK));
 }
 INLINE int chunk_begin(int items, int chunk, int chunks) { return int(int64_t(items) * chunk / chunks); }
 
@@ -33,7 +33,7 @@ class Part {
   // Panels begin..end-1; `next`: where the thread goes on behind them.
   Part(const Matrix& w, const Rows& x, int begin, int end, int next)
       : w_(w), x_(x), begin_(begin), end_(end), next_(next), panel_bytes_(panel_bytes(w.format, w.groups)),
-        ahead_(int((PREFETCH + panel_bytes_ - 1) / panel_bytes_)) {
+        ahead_(int((ASKED_AHEAD + panel_bytes_ - 1) / panel_bytes_)) {
 #if OUTRIDER_AMX
     tiles_ = (x.paired || x.shift) && amx_permitted();
 #endif
@@ -89,8 +89,9 @@ class Part {
 
   const uint8_t* at(int panel) const { return w_.data + panel * panel_bytes_; }
 
-  // The panel to ask for while `panel` is read.
+  // What to ask for while `panel` is read.
   const uint8_t* wanted_with(int panel) const {
+    if (!ASKED_BY_PANELS) return at(panel) + ASKED_AHEAD;
     const int later = panel + ahead_;
     return at(later < end_ ? later : std::min(next_ + later - end_, w_.panels - 1));
   }
