@@ -82,8 +82,8 @@ class ConfidenceHead(nn.Module):
         self.proj = Linear(width, 1, bias=True, dtype=dtype, device=device)
 
     def forward(self, features_RX: Tensor) -> Tensor:
-        """fp32 [R], computed in fp32 whatever the weights' dtype: it decides how much is verified. Not a matrix product,
-        whose last bit may depend on the other rows."""
+        """fp32 [R], computed in fp32 whatever the weights' dtype: it decides how much is verified. No matrix product:
+        its last bit may depend on the other rows."""
         bias = self.proj.bias
         assert bias is not None
         return (features_RX.float() * self.proj.weight[0].float()).sum(dim=-1) + bias.float()
