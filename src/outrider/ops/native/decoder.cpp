@@ -179,10 +179,12 @@ void lay_out_blocks(Pass& p) {
   p.starts = space.block_starts.data();
 }
 
-// fn(row) for every row, each row on one thread.
+// fn(row) for every row, each row on one thread. Rows whose quants lie beside one another go to the same one: their
+// scales share cache lines.
 template <class F>
 void for_rows(Pool& p, int rows, const F& fn) {
-  const int size = rows <= INLINE_ROWS ? rows : std::max(1, rows / (p.threads() * 4));
+  const int wanted = rows <= INLINE_ROWS ? rows : std::max(1, rows / (p.threads() * 4));
+  const int size = (wanted + BESIDE - 1) / BESIDE * BESIDE;
   p.run((rows + size - 1) / std::max(size, 1), [&](int chunk, int) {
     for (int row = chunk * size; row < std::min(rows, (chunk + 1) * size); ++row) fn(row);
   });
