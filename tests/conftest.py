@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tests.kernel_builds import EMULATED, built
 
 from outrider.models import packed_cache
 from outrider.ops.native_kernels import Kernels, load_kernels
@@ -26,6 +27,12 @@ def kernels() -> Kernels:
     if found is None:
         pytest.skip("no C++ compiler")
     return found
+
+
+@pytest.fixture(params=["native", "emulated"])
+def both_kernels(request: pytest.FixtureRequest, kernels: Kernels) -> Kernels:
+    """This machine's, and those that run attention over bfloat16 through tiles whether it has any or not."""
+    return kernels if request.param == "native" else built(EMULATED, threads=2)
 
 
 @pytest.fixture(scope="session", autouse=True)

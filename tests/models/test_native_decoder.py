@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from tests.kernel_builds import EMULATED, VECTORS, built
 from tests.models.test_decoder import SHAPE, VARIANTS, oracle, ours, prompt
 from tests.paged import PagedSequences
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from outrider.models.decoder import Decoder
 from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.native_stack import layer_format
-from outrider.ops.native_kernels import Kernels, build_kernels
+from outrider.ops.native_kernels import Kernels
 from outrider.ops.packed_matrix import PackedMatrix, WeightFormat, reference_linear
 
 AnyModel = TypeVar("AnyModel", Decoder, DSparkDrafter)
@@ -161,24 +162,6 @@ LARGE_HEADS: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-
-
-WHOLE_VECTORS = ("-march=native", "-mprefer-vector-width=512")
-VECTORS = (*WHOLE_VECTORS, "-mno-amx-bf16")  # without the matrix unit in attention, which adds in another order
-EMULATED = (*WHOLE_VECTORS, "-DOUTRIDER_EMULATE_TILES")  # the matrix unit's order, where there are bfloat16 products
-
-
-def built(architecture: tuple[str, ...], *, threads: int = 1) -> Kernels:
-    kernels = build_kernels(architecture, threads=threads)
-    if kernels is None:
-        pytest.skip("this compiler builds for another family of processors")
-    return kernels
-
-
-@pytest.fixture(params=["native", "emulated"])
-def both_kernels(request: pytest.FixtureRequest, kernels: Kernels) -> Kernels:
-    """This machine's, and those that run attention over bfloat16 through tiles whether it has any or not."""
-    return kernels if request.param == "native" else built(EMULATED, threads=2)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

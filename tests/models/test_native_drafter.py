@@ -49,11 +49,16 @@ def taps() -> Tensor:
 
 
 def run(
-    drafter: DSparkDrafter | NativeDrafter, requests: Sequence[int] = (0, 1, 2), *, chunk: int = 1000
+    drafter: DSparkDrafter | NativeDrafter,
+    requests: Sequence[int] = (0, 1, 2),
+    *,
+    chunk: int = 1000,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, list[LayerKV]]:
     """Hidden [R, W, D] of some requests and the pool; context is written ``chunk`` positions at a time."""
     shape = (10 * PAGE, fixtures.KV_HEADS, fixtures.HEAD_DIM)
-    pool = [LayerKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(2)]
+    empty = torch.full(shape, torch.nan, dtype=kv_dtype)
+    pool = [LayerKV(empty.clone(), empty.clone()) for _ in range(2)]
     for request in requests:
         for start in range(0, CONTEXTS[request], chunk):
             positions = torch.arange(start, min(start + chunk, CONTEXTS[request]))
@@ -105,11 +110,21 @@ def test_the_sequential_head_is_the_module_s(kernels: Kernels, build: Callable[.
         assert torch.equal(native.confidence_logits(hidden, previous), drafter.confidence_logits(hidden, previous))
 
 
-def test_rows_are_bitwise_the_same_in_any_company(kernels: Kernels, build: Callable[..., DSparkDrafter]) -> None:
-    native = NativeDrafter.of(kernels, build())
-    alone = [run(native, (request,))[0][0] for request in range(3)]
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_bitwise_the_same_in_any_company(
+    kv_dtype: torch.dtype, both_kernels: Kernels, build: Callable[..., DSparkDrafter]
+) -> None:
+    native = NativeDrafter.of(both_kernels, build())
+    alone = [run(native, (request,), kv_dtype=kv_dtype)[0][0] for request in range(3)]
     for requests in ((0, 1, 2), (2, 0), (1, 2, 0), (0, 0), (2, 1, 0, 0, 1, 2, 0, 1)):
         for chunk in (1, 7, 1000):
-            hidden, _ = run(native, requests, chunk=chunk)
+            hidden, _ = run(native, requests, chunk=chunk, kv_dtype=kv_dtype)
             for row, request in zip(hidden, requests, strict=True):
                 assert torch.equal(row, alone[request]), (requests, chunk, request)
+
+
+def test_a_bf16_pool_costs_its_rounding_alone(both_kernels: Kernels, build: Callable[..., DSparkDrafter]) -> None:
+    native = NativeDrafter.of(both_kernels, build())
+    rounded, exact = (run(native, kv_dtype=dtype)[0] for dtype in (torch.bfloat16, torch.float32))
+    error = (rounded - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert 0.0 < float(error.mean()) < 0.05

@@ -114,6 +114,7 @@ INLINE void score_tiles(const Positions<bf16>& kv, Scratch& s, const Queries& q,
   // Of a block of the pool all positions may be read, behind the last one too: who sees none has no use for the score.
   const bool in_place = kv.block_size % TILE_SIDE == 0 && size_t(q.dim) == width;
   with_positions<true>(kv, chunk, 0, chunk.count, q.dim, s, [&](const bf16* const* keys) {
+    settle();  // queries, and keys that were copied
     if (all <= TILE_SIDE) {
       alignas(64) float turned[CHUNK][TILE_SIDE];
       for (int j = 0; j < chunk.count; j += TILE_SIDE) {
