@@ -9,7 +9,6 @@
 #pragma once
 
 #include <algorithm>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -200,6 +199,15 @@ INLINE void transpose_words(__m512 (&a)[16], __m512 (&columns)[16]) {
   }
 }
 
+// to[c] = word c of each of 16 rows, of which row(r) is the address.
+template <class Row>
+INLINE void transpose_16(const Row& row, float* to, size_t stride) {
+  __m512 a[16], columns[16];
+  for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_ps(row(r));
+  transpose_words(a, columns);
+  for (int c = 0; c < 16; ++c) _mm512_storeu_ps(to + c * stride, columns[c]);
+}
+
 // Columns d..d+31 of 16 rows of bf16, in pairs.
 INLINE void transpose_pairs(const bf16* const* rows, size_t d, Pairs<bf16> (&pairs)[16]) {
   __m512 a[16], words[16];
@@ -220,12 +228,8 @@ INLINE void transpose(const T* const* rows, size_t width, float* to, size_t stri
       for (int c = 0; c < LANES; ++c) pairs[c].store(to + (d / 2 + c) * Pairs<T>::PLANES * stride, stride);
     }
   } else {
-    for (size_t d = 0; d < width; d += LANES) {
-      __m512 a[16], columns[16];
-      for (int r = 0; r < 16; ++r) a[r] = (__m512)load(rows[r] + d);
-      transpose_words(a, columns);
-      for (int c = 0; c < LANES; ++c) store(to + (d + c) * stride, (f32v)columns[c]);
-    }
+    for (size_t d = 0; d < width; d += LANES)
+      transpose_16([&](int r) { return rows[r] + d; }, to + d * stride, stride);
   }
 #else
   for (size_t d = 0; d < width; ++d)
@@ -371,6 +375,15 @@ struct Target {
   float* values;
   size_t stride;
   const float *keep, *add;
+
+  // Columns d..d+16*C of a query, not yet in_order().
+  template <class T, int C>
+  INLINE void take(int query, size_t d, f32v (&sums)[C]) const {
+    Pairs<T>::in_order(sums);
+    float* at = values + query * stride + d;
+    for (int c = 0; c < C; ++c, at += LANES)
+      store(at, keep ? fma(sums[c], splat(add[query]), load(at) * splat(keep[query])) : sums[c]);
+  }
 };
 
 // Weighted sums of values over counts[r] positions in ascending pairs, for R queries, the first of which sees least,
@@ -398,13 +411,7 @@ INLINE void mix(const T* const* rows, const float* weights, const int* counts, s
       const Pairs<T> p = Pairs<T>::all_of(weights + r * CHUNK + j / 2 * PLANES);
       for (int c = 0; c < C; ++c) acc[r][c] = v[c].dot(p, acc[r][c]);
     }
-  for (int r = 0; r < R; ++r) {
-    Pairs<T>::in_order(acc[r]);
-    for (int c = 0; c < C; ++c) {
-      float* at = to.values + r * to.stride + d + c * LANES;
-      store(at, to.keep ? fma(acc[r][c], splat(to.add[r]), load(at) * splat(to.keep[r])) : acc[r][c]);
-    }
-  }
+  for (int r = 0; r < R; ++r) to.template take<T>(r, d, acc[r]);
 }
 
 // call(integral constant R) with R = rows <= ROW_BLOCK known to the compiler.
@@ -443,6 +450,16 @@ struct Queries {
   int seen(int i, const Chunk<T>& chunk) const { return std::min(seen(i) - chunk.start, chunk.count); }
 };
 
+// Whether scores and values may be made on the matrix unit.
+template <class T>
+constexpr bool TILED = OUTRIDER_TILE_ATTENTION && std::is_same_v<T, bf16>;
+
+// The unit's configuration for so many queries, as long as this lives, where it is used.
+template <class T>
+struct TileUse {
+  explicit TileUse(int) {}
+};
+
 }  // namespace outrider
 
 #include "attention_tiles.h"
@@ -458,7 +475,7 @@ INLINE void load_queries(const Queries& q, Scratch& s) {
   };
   sized(s.rows, CHUNK * width * sizeof(T));
   sized(s.key_t, TILE * floats);
-  const size_t whole_tiles = (q.all() + 15) / 16 * 16;
+  const size_t whole_tiles = (q.all() + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE;
   sized(s.query, whole_tiles * floats);
   sized(s.weights, whole_tiles * CHUNK);
   sized(s.values, q.all() * width);
@@ -469,18 +486,15 @@ INLINE void load_queries(const Queries& q, Scratch& s) {
     for (int d = 0; d < int(width); d += LANES) Pairs<T>::put(to, d, load_some(from + d, q.dim - d) * splat(q.scale));
   }
 #if OUTRIDER_TILE_ATTENTION
-  if constexpr (std::is_same_v<T, bf16>)
-    if (tile_attention() && q.all() <= TILE_SIDE) turn_queries(s, q.all(), width);
+  if (TILED<T> && tile_attention() && q.all() <= TILE_SIDE) turn_queries(s, q.all(), width);
 #endif
 }
 
 // Scores of all queries with a chunk's positions, whose values are asked for meanwhile.
 template <class T>
 INLINE void score_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk) {
-#if OUTRIDER_TILE_ATTENTION
-  if constexpr (std::is_same_v<T, bf16>)
+  if constexpr (TILED<T>)
     if (tile_attention()) return score_tiles(kv, s, q, chunk);
-#endif
   const int all = q.all();
   const size_t width = padded(q.dim), floats = width / 2 * Pairs<T>::PLANES;
   for (int tile = 0; tile < chunk.count; tile += TILE) {
@@ -528,10 +542,8 @@ INLINE void weigh(Scratch& s, int first, int all) {
 template <class T>
 INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, const Chunk<T>& chunk, const Chunk<T>& next,
                       const Target& into) {
-#if OUTRIDER_TILE_ATTENTION
-  if constexpr (std::is_same_v<T, bf16>)
+  if constexpr (TILED<T>)
     if (tile_attention()) return mix_tiles(kv, s, q, chunk, next, into);
-#endif
   const int all = q.all(), first = q.first_with(chunk.start);
   const size_t width = padded(q.dim);
   with_positions<false>(kv, chunk, 0, chunk.count, q.dim, s, [&](const T* const* values) {
@@ -554,13 +566,11 @@ INLINE void mix_chunk(const Positions<T>& kv, Scratch& s, const Queries& q, cons
 
 template <class T>
 INLINE void soften_chunk(Scratch& s, const Queries& q, const Chunk<T>& chunk) {
-#if OUTRIDER_TILE_ATTENTION
-  if constexpr (std::is_same_v<T, bf16>)
-    if (tile_attention()) return soften_tiles(s, q, chunk);
-#endif
   const int all = q.all(), first = q.first_with(chunk.start);
   for (int i = first; i < all; ++i) s.top[i] = top_score(&s.weights[i * CHUNK], q.seen(i, chunk));
   for (int i = first; i < all; ++i) s.mass[i] = soften<T>(&s.weights[i * CHUNK], q.seen(i, chunk), s.top[i]);
+  if constexpr (TILED<T>)
+    if (tile_attention()) clear_unseen(s, q, chunk);
 }
 
 INLINE void write_out(const Queries& q, int i, const float* values, float mass, float* out, size_t out_stride) {
@@ -568,21 +578,6 @@ INLINE void write_out(const Queries& q, int i, const float* values, float mass, 
   const float inverse = 1.f / mass;
   for (int d = 0; d < q.dim; ++d) to[d] = values[d] * inverse;
 }
-
-// Tiles as long as this lives, where they are used.
-template <class T>
-struct TileUse {
-  explicit TileUse(int) {}
-};
-#if OUTRIDER_TILE_ATTENTION
-template <>
-struct TileUse<bf16> {
-  explicit TileUse(int queries) {
-    if (tile_attention()) tiles.emplace(queries);
-  }
-  std::optional<AttentionTiles> tiles;
-};
-#endif
 
 // All chunks of `heads` heads, from that of `kv` and `q` on: chunk by chunk, since the heads of a position are
 // neighbours in memory. `scratch`: one for each head. `after`: what the thread takes next, most likely.

@@ -10,17 +10,22 @@
 
 namespace outrider {
 
+constexpr int TILE_SIDE = 16;  // queries, positions or pairs of dimensions of a tile
+
 #if OUTRIDER_TILE_ATTENTION
 
-constexpr int TILE_SIDE = 16;                                   // queries, positions or pairs of dimensions of a tile
 constexpr size_t TILE_WORDS = TILE_SIDE * TILE_SIDE, WORD = 4;  // a word is a pair of bf16, or a sum
 constexpr int MIXED_TILES = 4;                                  // of sums of values at once
 constexpr int FEW_QUERIES = 4;                                  // whose scores are a quarter of a vector
 
 // Tiles 0 to 3: sums of values; 4: weights; 7: scores. Where queries are few, 5: keys or values, 6: queries; where they
 // are many, 5: queries or values, 6: keys.
-struct AttentionTiles {
-  explicit AttentionTiles(int queries) {
+template <>
+struct TileUse<bf16> {
+  const bool used = tile_attention();
+
+  explicit TileUse(int queries) {
+    if (!used) return;
     const int rows = std::min(queries, TILE_SIDE);
     TileConfig config = {};
     config.palette = 1;
@@ -30,8 +35,10 @@ struct AttentionTiles {
     }
     configure_tiles(config);
   }
-  AttentionTiles(const AttentionTiles&) = delete;
-  ~AttentionTiles() { OUTRIDER_TILE_RELEASE(); }
+  TileUse(const TileUse&) = delete;
+  ~TileUse() {
+    if (used) OUTRIDER_TILE_RELEASE();
+  }
 };
 
 // What one thread uses between loading and storing of tiles.
@@ -50,15 +57,7 @@ inline TileScratch& tile_scratch(size_t width) {
 
 INLINE int slabs(size_t width) { return int(width) / (2 * TILE_SIDE); }  // of 16 pairs
 
-// to[c] = column c of 16 rows.
-INLINE void transpose_16(const float* from, size_t stride, float* to, size_t to_stride) {
-  __m512 rows[16], out[16];
-  for (int r = 0; r < 16; ++r) rows[r] = _mm512_loadu_ps(from + r * stride);
-  transpose_words(rows, out);
-  for (int c = 0; c < 16; ++c) _mm512_storeu_ps(to + c * to_stride, out[c]);
-}
-
-// The first `columns` of them, FEW_QUERIES at most.
+// As transpose_16() of rows `stride` floats apart, but of the first `columns` words alone, FEW_QUERIES at most.
 INLINE void transpose_few(const float* from, size_t stride, float* to, size_t to_stride, int columns) {
   __m512 a[4];
   for (int k = 0; k < 4; ++k) {  // rows k, 4 + k, 8 + k, 12 + k
@@ -84,7 +83,7 @@ INLINE void turn_queries(Scratch& s, int all, size_t width) {
   for (int slab = 0; slab < slabs(width); ++slab) {
     const float* from = &s.query[slab * TILE_SIDE];
     float* to = &s.query_t[slab * TILE_WORDS];
-    if (all > FEW_QUERIES) transpose_16(from, width / 2, to, TILE_SIDE);
+    if (all > FEW_QUERIES) transpose_16([&](int i) { return from + i * (width / 2); }, to, TILE_SIDE);
     else
       for (int pair = 0; pair < TILE_SIDE; ++pair)
         for (int i = 0; i < all; ++i) to[pair * TILE_SIDE + i] = from[i * (width / 2) + pair];
@@ -129,7 +128,7 @@ INLINE void score_tiles(const Positions<bf16>& kv, Scratch& s, const Queries& q,
       }
       for (int j = 0; j < chunk.count; j += TILE_SIDE)
         if (all <= FEW_QUERIES) transpose_few(turned[j], TILE_SIDE, &s.weights[j], CHUNK, all);
-        else transpose_16(turned[j], TILE_SIDE, &s.weights[j], CHUNK);
+        else transpose_16([&](int i) { return turned[j + i]; }, &s.weights[j], CHUNK);
       return;
     }
     for (int j = 0; j < chunk.count; j += TILE_SIDE) {
@@ -150,17 +149,12 @@ INLINE void score_tiles(const Positions<bf16>& kv, Scratch& s, const Queries& q,
   });
 }
 
-// Scores to weights, zeros behind those that a query sees.
-INLINE void soften_tiles(Scratch& s, const Queries& q, const Chunk<bf16>& chunk) {
-  const int all = q.all(), first = q.first_with(chunk.start);
-  for (int i = first; i < all; ++i) {
-    float* w = &s.weights[i * CHUNK];
-    const int seen = q.seen(i, chunk);
-    s.top[i] = top_score(w, seen);
-    s.mass[i] = soften<bf16>(w, seen, s.top[i]);
-    const int end = padded(chunk.count);
-    for (int j = (seen + LANES - 1) / LANES * LANES; j < end; j += LANES) Pairs<bf16>::put(w, j, f32v{});
-  }
+// Weights behind those that a query sees become zero, as far as they are multiplied.
+INLINE void clear_unseen(Scratch& s, const Queries& q, const Chunk<bf16>& chunk) {
+  const int end = padded(chunk.count);
+  for (int i = q.first_with(chunk.start); i < q.all(); ++i)
+    for (int j = (q.seen(i, chunk) + LANES - 1) / LANES * LANES; j < end; j += LANES)
+      Pairs<bf16>::put(&s.weights[i * CHUNK], j, f32v{});
 }
 
 // Values of the first `count` positions as rows of tiles, zeros behind them. `ahead`: rows that are wanted soon, or
@@ -215,10 +209,7 @@ INLINE void mix_columns(const Scratch& s, const float* values, float* sums, int 
   for (int i = begin; i < end; ++i) {
     f32v column[TILES];
     for (int c = 0; c < TILES; ++c) column[c] = load(sums + ((i - row) * TILES + c) * TILE_SIDE);
-    Pairs<bf16>::in_order(column);
-    float* to = into.values + i * into.stride + d;
-    for (int c = 0; c < TILES; ++c, to += LANES)
-      store(to, into.keep ? fma(column[c], splat(into.add[i]), load(to) * splat(into.keep[i])) : column[c]);
+    into.take<bf16>(i, d, column);
   }
 }
 

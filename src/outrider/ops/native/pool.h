@@ -55,7 +55,8 @@ class Pool {
 
   // What a thread takes after this chunk, most likely; this chunk where it is the last.
   int following(int chunk, int chunks, int thread) const {
-    const int at_a_time = (threads_ + 1) / 2, next = thread % 2 ? chunk - at_a_time : chunk + at_a_time;
+    const int at_this_end = (threads_ + 1 - thread % 2) / 2;
+    const int next = thread % 2 ? chunk - at_this_end : chunk + at_this_end;
     return next < 0 || next >= chunks ? chunk : next;
   }
 

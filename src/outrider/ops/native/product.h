@@ -33,13 +33,9 @@ class Part {
   // Panels begin..end-1; `next`: where the thread goes on behind them.
   Part(const Matrix& w, const Rows& x, int begin, int end, int next)
       : w_(w), x_(x), begin_(begin), end_(end), next_(next), panel_bytes_(panel_bytes(w.format, w.groups)),
-        ahead_(int((ASKED_AHEAD + panel_bytes_ - 1) / panel_bytes_)) {
-#if OUTRIDER_AMX
-    tiles_ = (x.paired || x.shift) && amx_permitted();
-#endif
-  }
-#if OUTRIDER_AMX
+        ahead_(int((ASKED_AHEAD + panel_bytes_ - 1) / panel_bytes_)) {}
   Part(const Part&) = delete;
+#if OUTRIDER_AMX
   ~Part() {
     if (configured_) _tile_release();
   }
@@ -62,12 +58,12 @@ class Part {
 
   // The sums of a panel's 16 outputs, without bias, for one of these blocks.
   INLINE void sums(int panel, int row, int rows, f32v* to) {
-    const uint8_t *data = at(panel), *wanted = row == 0 ? wanted_with(panel) : nullptr;
+    const uint8_t *data = at(panel), *wanted = wanted_with(panel, row);
 #if OUTRIDER_AMX
     if (by_tiles(rows)) {
       if (!configured_) _tile_loadconfig(x_.paired ? &PAIRS_OF_GROUPS : &SINGLE_GROUPS);
       configured_ = true;
-      if (w_.format == FOUR) return tile_rows<FOUR>(data, bytes_of(panel, wanted), wanted, x_, row, rows, to);
+      if (w_.format == FOUR) return tile_rows<FOUR>(data, bytes_of(panel), wanted, x_, row, rows, to);
       return tile_rows<EIGHT>(data, data, wanted, x_, row, rows, to);
     }
 #endif
@@ -81,7 +77,7 @@ class Part {
 
   bool by_tiles(int left) const {
 #if OUTRIDER_AMX
-    return tiles_ && (x_.paired || left > DOT_ROWS);
+    return x_.paired || (left > DOT_ROWS && amx_permitted());
 #else
     return (void)left, false;
 #endif
@@ -89,9 +85,10 @@ class Part {
 
   const uint8_t* at(int panel) const { return w_.data + panel * panel_bytes_; }
 
-  // What to ask for while `panel` is read.
-  const uint8_t* wanted_with(int panel) const {
+  // What to ask for while `panel` is read for the block at `row`; null: nothing, the first block has asked.
+  const uint8_t* wanted_with(int panel, int row) const {
     if (!ASKED_BY_PANELS) return at(panel) + ASKED_AHEAD;
+    if (row > 0) return nullptr;
     const int later = panel + ahead_;
     return at(later < end_ ? later : std::min(next_ + later - end_, w_.panels - 1));
   }
@@ -104,17 +101,17 @@ class Part {
 #if OUTRIDER_AMX
   static constexpr int SLOTS = 4;  // panels whose turns alternate
 
-  const uint8_t* bytes_of(int panel, const uint8_t* wanted) {
+  const uint8_t* bytes_of(int panel) {
     static thread_local Buffer<uint8_t> spread_out;
     const size_t size = w_.groups * EIGHT_BYTES;
     if (spread_out.size() < SLOTS * size) spread_out.resize(SLOTS * size);
     uint8_t* bytes = spread_out.data() + panel % SLOTS * size;
-    if (spread_[panel % SLOTS] != panel) spread(at(panel), wanted ? wanted : at(panel), w_.groups, bytes);
+    if (spread_[panel % SLOTS] != panel) spread(at(panel), wanted_with(panel, 0), w_.groups, bytes);
     spread_[panel % SLOTS] = panel;
     return bytes;
   }
 
-  bool tiles_ = false, configured_ = false;
+  bool configured_ = false;
   int spread_[SLOTS] = {-1, -1, -1, -1};
 #endif
 };

@@ -11,6 +11,8 @@
 #endif
 #if OUTRIDER_BF16 && (defined(OUTRIDER_EMULATE_TILES) || (OUTRIDER_AMX && defined(__AMX_BF16__)))
 #define OUTRIDER_TILE_ATTENTION 1
+#else
+#define OUTRIDER_TILE_ATTENTION 0
 #endif
 
 #if OUTRIDER_AMX
