@@ -29,7 +29,9 @@ from typing import Any
 
 from outrider.train.prompts import TEMPLATES, fill, normalize, read_excluded
 
-SHARES = {"template": 50, "word": 16, "passage": 8, "python": 8, "evals": 12, "reasoning-gym": 6}
+SHARES = {"template": 36, "essay": 22, "word": 16, "passage": 10, "python": 5, "evals": 8, "reasoning-gym": 3}
+# Of the templates' categories; expository text is what a small drafter is short of.
+CATEGORIES = {"stem": 2, "humanities": 2, "writing": 2, "roleplay": 1.5, "maths": 0.8, "coding": 0.8}
 # WordNet's lexicographer files (lexnames(5)) that a template's field is filled from.
 FIELDS = {
     "topic": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 17, 19, 20, 21, 22, 26, 27),
@@ -126,6 +128,53 @@ def about_words(words: Words) -> Iterator[str]:
         file = chance.choice(everything)
         first, second = words.sense([file]), words.sense([file])
         yield chance.choice(forms).format(a=first.word, b=second.word, g=first.gloss)
+
+
+def essays(words: Words) -> Iterator[str]:
+    """Tasks whose answer is a longer piece of prose: explanations, discussions, and texts for some occasion."""
+    chance = words.chance
+    ideas, things = FIELDS["subject"] + FIELDS["movement"], (5, 6, 13, 20, 27)
+    forms = (
+        "What is {a}, what is {b}, and what do they have in common?",
+        "Discuss how {a} and {b} affect each other, and mention {c}.",
+        "Explain the basic ideas behind {a}. Who uses it, and what for?",
+        "Describe the history of {a} from its beginnings to the present day.",
+        "Which factors decide about {a}? Explain each of them briefly.",
+        "Write an introduction to {a} for students who have heard of {b} but know little else.",
+        "Give an overview of the theories about {a} and say what speaks against them.",
+        "How would a scientist, an artist and a lawyer each talk about {a}?",
+        "{a} means: {g}. Explain why it matters, and give two examples from everyday life.",
+        "In two paragraphs, explain what {a} has to do with {b}.",
+        "How does {t} work, which materials is it made of, and how is it looked after?",
+        "Analyse the role of {a} in modern society. What might change in the next fifty years?",
+        "What are common misunderstandings about {a}, and what is really the case?",
+        "Describe the process behind {a} step by step, from the first cause to the final result.",
+        "Write a speech about {a} for a meeting of people who care about {b}.",
+        "Write a blog article about {a} that is personal and full of details about {p}.",
+        "Write a formal letter to {r} in which you ask for help with {t} and explain the problem.",
+        "Draft an announcement: our office will soon deal with {a}. Be brief, friendly and clear.",
+        "Write a review of a film about {a}. Talk about the story, the actors and the music.",
+        "Begin a novel in which {r} finds {t} in {p}. Use vivid language.",
+        "Describe a morning in {p} with all five senses; mention {t} and {u}.",
+        "Write a scene between {r} and {s} who disagree about {a}.",
+        "As {r}, tell me what you think about {a} and how it has shaped your life.",
+        "You are {r}. Explain {a} in your own way of speaking, with a comparison to {t}.",
+        "Make a plan for a course of four weeks about {a}. Name the goal of every week.",
+        "What should a company consider before it invests in {t}? List points for and against.",
+        "Compare {t} and {u}: cost, use, durability and effect on the environment.",
+        "What would the world look like without {a}? Give reasons.",
+        "Summarise what is known about {a} in five sentences, then ask three questions that are still open.",
+        "Someone claims that {a} causes {b}. How could the claim be tested?",
+    )  # fmt: skip
+    while True:
+        first, second, third = (words.sense([chance.choice(ideas)]) for _ in range(3))
+        goods = [words.sense([chance.choice(things)]).word for _ in range(2)]
+        people = [words("role") or "a teacher" for _ in range(2)]
+        text = chance.choice(forms).format(
+            a=first.word, b=second.word, c=third.word, g=first.gloss, t=goods[0], u=goods[1],
+            r=people[0], s=people[1], p=words("place") or "a small town",
+        )  # fmt: skip
+        yield text[0].upper() + text[1:]
 
 
 def about_passages(words: Words) -> Iterator[str]:
@@ -279,8 +328,10 @@ def mixed(sources: dict[str, Iterator[str]], chance: random.Random) -> Iterator[
 
 def templated(words: Callable[[str], str | None], chance: random.Random) -> Iterator[str]:
     categories = sorted(TEMPLATES)
+    weights = [CATEGORIES.get(category, 1) for category in categories]
     while True:
-        yield fill(chance.choice(TEMPLATES[chance.choice(categories)]), chance, words)
+        category = chance.choices(categories, weights)[0]
+        yield fill(chance.choice(TEMPLATES[category]), chance, words)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -299,6 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sources = {
         "template": templated(words, chance),
         "word": about_words(words),
+        "essay": essays(words),
         "passage": about_passages(words),
         "python": about_python(functions, chance),
     }

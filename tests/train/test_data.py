@@ -28,7 +28,7 @@ def _rows(length: int, prompt: int, *, seed: int = 0) -> SequenceRows:
         taps_NF=torch.randn(length, 8, generator=generator).bfloat16(),
         hidden_ND=torch.randn(length, 4, generator=generator).bfloat16(),
         lse_N=torch.randn(length, generator=generator),
-        temperature=0.7,
+        temperature=0.7 * (seed % 2),
     )
 
 
@@ -79,8 +79,13 @@ def test_batches_hold_what_the_slots_are_about(store: TokenStore) -> None:
         assert int(anchors.max()) == span.stop - span.start - 2  # the last token has no successor
     batch = build_batch(store, spans, chosen, num_slots=_SLOTS)
     width = batch.anchor_ids_BA.shape[1]
-    for slot, row, label in zip(
-        batch.slot_N.tolist(), batch.teacher_row_N.tolist(), batch.next_N.tolist(), strict=True
+    assert {span.temperature == 0 for span in spans} == {True, False}
+    for slot, row, label, greedy in zip(
+        batch.slot_N.tolist(),
+        batch.teacher_row_N.tolist(),
+        batch.next_N.tolist(),
+        batch.greedy_N.tolist(),
+        strict=True,
     ):
         sequence, anchor, k = slot // (width * _SLOTS), slot // _SLOTS % width, slot % _SLOTS
         assert batch.real_BA[sequence, anchor]
@@ -88,6 +93,7 @@ def test_batches_hold_what_the_slots_are_about(store: TokenStore) -> None:
         at = span.start + position + k
         assert at + 1 < span.stop
         assert label == store.tokens_C[at + 1]
+        assert greedy == (span.temperature == 0)
         assert batch.previous_BAG[sequence, anchor, k] == store.tokens_C[at]
         assert torch.equal(batch.hidden_UD[row], store.hidden_CD[at])
         assert batch.lse_U[row] == store.lse_C[at]
@@ -98,6 +104,11 @@ def test_batches_hold_what_the_slots_are_about(store: TokenStore) -> None:
         min(_SLOTS, span.stop - span.start - 1 - int(a)) for span, c in zip(spans, chosen, strict=True) for a in c
     )
     assert len(batch.slot_N) == expected
+    # What sizes are rounded up with: teacher rows that nobody asks and that give every token probability 0.
+    asked = int(batch.teacher_row_N.max()) + 1
+    assert asked == len(set(batch.teacher_row_N.tolist()))
+    assert batch.lse_U[asked:].isinf().all()
+    assert not batch.hidden_UD[asked:].any()
 
 
 def test_plan_depends_on_seed_and_step_alone(store: TokenStore) -> None:

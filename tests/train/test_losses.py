@@ -39,12 +39,13 @@ def _problem(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         "lse": torch.logsumexp(full_UV, -1),
         "row": row_N,
         "label": torch.where(label_N < _DRAFT, label_N, -1),
+        "greedy": torch.arange(_SLOTS) % 3 % 2.0,
         "weight": torch.rand(_SLOTS, generator=generator),
     }
 
 
 def _run(x: dict[str, Tensor], weights: LossWeights) -> tuple[Tensor, SlotFigures]:
-    teacher = Teacher(logits_UV=x["teacher"], lse_U=x["lse"], row_N=x["row"], label_N=x["label"])
+    teacher = Teacher(logits_UV=x["teacher"], lse_U=x["lse"], row_N=x["row"], label_N=x["label"], greedy_N=x["greedy"])
     return distribution_loss(
         x["hidden"], x["features"], x["w2"], head_VD=x["head"], teacher=teacher, weight_N=x["weight"], weights=weights
     )
@@ -58,7 +59,7 @@ def _by_autograd(x: dict[str, Tensor], weights: LossWeights) -> tuple[Tensor, Te
     distance = (q - p).abs().sum(-1) + 1 - p.sum(-1)
     divergence = (p * (log_p - log_q)).sum(-1)
     label = F.nll_loss(log_q, x["label"].clamp(min=0), reduction="none") * (x["label"] >= 0)
-    losses = weights.l1 * distance + weights.kl * divergence + weights.ce * label
+    losses = weights.l1 * distance + weights.kl * divergence + weights.ce * x["greedy"] * label
     return (losses * x["weight"]).sum() / x["weight"].sum(), torch.minimum(p, q).sum(-1)
 
 
@@ -142,6 +143,7 @@ def _teacher(x: dict[str, Tensor], columns: Columns | None) -> Teacher:
         lse_U=x["lse"],
         row_N=x["row"],
         label_N=x["label"],
+        greedy_N=x["greedy"],
     )
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmarks.fidelity import whole_pass
 from tests.fixtures import HIDDEN, VOCAB, make_rand_target
 from tests.reference_drafter import ReferenceTarget
 from torch import Tensor, nn
 
 from outrider.config import DrafterConfig, QuantizationName
+from outrider.layers import mlp, norm
+from outrider.layers.attention import projections
 from outrider.layers.attention.registry import get_attention_backend
 from outrider.models.decoder import Decoder
 from outrider.models.drafter_checkpoint import load_drafter
@@ -21,6 +25,7 @@ from outrider.models.dspark import DSparkDrafter
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.source import LoadedModel, load_model
 from outrider.models.tokenizer import Tokenizer
+from outrider.ops.fused_training import fused
 from outrider.ops.native_kernels import load_kernels
 from outrider.train import generate as generation
 from outrider.train.data import Span, StoreShape, TokenStore
@@ -116,14 +121,20 @@ def _drafter(target: LoadedModel, store: TokenStore, **changes: object) -> DSpar
     return drafter
 
 
-def _trainer(target: LoadedModel, store: TokenStore, settings: TrainSettings = _TRAIN, **changes: object) -> Trainer:
+def _trainer(
+    target: LoadedModel,
+    store: TokenStore,
+    settings: TrainSettings = _TRAIN,
+    dtype: torch.dtype = torch.float32,
+    **changes: object,
+) -> Trainer:
     return Trainer(
         _drafter(target, store, **changes),
         store,
         settings,
         train_spans=store.spans[:-6],
         held_out_spans=store.spans[-6:],
-        dtype=torch.float32,
+        dtype=dtype,
     )
 
 
@@ -341,3 +352,35 @@ def test_training_on_columns_is_a_function_of_seed_and_step(target: LoadedModel,
     runs = [_train(_trainer(target, store, settings), 4) for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0] != _train(_trainer(target, store, replace(settings, loss_columns=0)), 4)
+
+
+def _asked(calls: list[str], name: str, switch: bool) -> bool:
+    if switch and fused():
+        calls.append(name)
+        return True
+    return False
+
+
+def test_fused_layers_train_as_those_of_torch_do(
+    target: LoadedModel, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and every gradient of one step in bfloat16; without the compiled loops, each layer made of operators."""
+    calls: list[str] = []
+    found: list[tuple[float, dict[str, Tensor]]] = []
+    for switch in (True, False):
+        for module, name in ((norm, "norm"), (mlp, "mlp"), (projections, "heads")):
+            monkeypatch.setattr(module, "fused", partial(_asked, calls, name, switch))
+        trainer = _trainer(
+            target, store, dtype=torch.bfloat16, decoder=replace(target.config, num_layers=2, qk_norm=True)
+        )
+        loss, _ = trainer.losses(trainer.plan.at(0, num_slots=3), LossWeights(l1=0.5, kl=0.5, ce=0.2))
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: p.grad for name, p in trainer.parameters.items() if p.grad is not None}
+        assert set(gradients) == set(trainer.parameters)
+        found.append((float(loss.detach()), gradients))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert set(calls) == ({"norm", "mlp", "heads"} if fused() else set())
+    (one, first), (other, second) = found
+    assert one == pytest.approx(other, rel=0.01)
+    for name, gradient in first.items():
+        assert F.cosine_similarity(gradient.flatten(), second[name].flatten(), dim=0) > 0.99, name

@@ -91,7 +91,7 @@ def train_command(
         float, typer.Option(min=0.01, help="Slot k of a block weighs exp(-k / this) in the loss.")
     ] = 2.5,
     ce_weight: Annotated[
-        float, typer.Option(min=0.0, help="Weight of the cross-entropy on the answers' own tokens.")
+        float, typer.Option(min=0.0, help="Weight of the cross-entropy on the tokens of answers at temperature 0.")
     ] = 0.0,
     loss_columns: Annotated[
         int, typer.Option(min=0, help="Vocabulary entries a step's loss looks at, a quarter of them drawn; 0: all.")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.layers.linear import MergedLinear, RowParallelLinear
+from outrider.ops.fused_training import fused, swiglu
 from outrider.parallel.communicator import Communicator
 
 
@@ -32,6 +33,10 @@ class SwiGLU(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, tp=tp, dtype=dtype, device=device)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        gate_NI, up_NI = self.gate_up_proj(x_ND).chunk(2, dim=-1)
+        gate_up_NX = self.gate_up_proj(x_ND)
+        if fused():
+            trained_ND: Tensor = self.down_proj(swiglu(gate_up_NX))
+            return trained_ND
+        gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
         out_ND: Tensor = self.down_proj(F.silu(gate_NI) * up_NI)
         return out_ND

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.ops.fused_training import fused, rms_norm
+
 
 class RMSNorm(nn.Module):
     def __init__(
@@ -25,5 +27,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))  # [D]
 
     def forward(self, x_ND: Tensor) -> Tensor:
+        if fused():
+            return rms_norm(x_ND, self.weight, self.eps)
         # F.rms_norm accumulates and scales bf16 input in fp32 and rounds once, at the end.
         return F.rms_norm(x_ND, (self.size,), self.weight.to(x_ND.dtype), self.eps)

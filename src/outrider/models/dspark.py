@@ -43,6 +43,7 @@ from outrider.parallel.communicator import SingleRankCommunicator
 from outrider.parallel.state import SINGLE_RANK, ParallelState
 
 _PACKED_ANCHORS = 18  # of each bin, in one call of attention; training
+_PACKED_STEP = 16  # context rows of such a call are a multiple of this: fewer sizes to set up products for
 
 
 class MarkovHead(nn.Module):
@@ -337,6 +338,7 @@ def _packed_parts(visible_BAC: Tensor, *, width: int) -> list[_PackedPart]:
         visible_BPC = visible_BAC[:, first:stop]
         seen_X = visible_BPC.flatten(0, 1).any(0).nonzero()[:, 0]
         seen = int(seen_X[-1]) + 1 if len(seen_X) else 0
+        seen = min(-(-seen // _PACKED_STEP) * _PACKED_STEP, visible_BAC.shape[2])
         own_P = torch.arange(stop - first, device=visible_BAC.device).repeat_interleave(width)
         own_BQQ = (own_P[:, None] == own_P).expand(bins, -1, -1)
         context_BQC = visible_BPC[:, :, :seen].repeat_interleave(width, dim=1)

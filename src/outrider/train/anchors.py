@@ -5,8 +5,8 @@ An anchor is an answer token whose successor exists. Slot k of the block at posi
 distinct and sorted; an anchor sees exactly the rows of its sequence at positions below its own; what has no label is
 not in the slot lists at all, so no matmul is spent on it.
 
-Shape legend: B sequences, C context rows (the longest of the batch), A anchors per sequence, G = gamma slots, N slots
-that count, U distinct teacher rows, F tapped width, D hidden size.
+Shape legend: B sequences, C context rows (the longest of the batch or a few more), A anchors per sequence, G = gamma
+slots, N slots that count, U teacher rows (distinct; then some that teach nothing), F tapped width, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.train.data import Span, TokenStore
+
+# Products of a size that was not there before cost ten times their time to set up, so sizes come in steps.
+_CONTEXT_STEP, _TEACHER_STEP = 32, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,7 @@ class AnchorBatch:
     slot_N: Tensor  # int64: index into the flattened [B, A, G]
     previous_BAG: Tensor  # int64, token before each slot's prediction; the anchor at slot 0
     next_N: Tensor  # int64, the label: a target id
+    greedy_N: Tensor  # fp32: 1 where the label was said at temperature 0, else 0
     teacher_row_N: Tensor  # int64, into the two below
     hidden_UD: Tensor  # the target's final hidden states
     lse_U: Tensor  # fp32
@@ -51,11 +56,12 @@ def choose_anchors(positions: Tensor, count: int, generator: torch.Generator) ->
 def build_batch(store: TokenStore, spans: Sequence[Span], anchors: Sequence[Tensor], *, num_slots: int) -> AnchorBatch:
     """``anchors``: one sorted tensor of positions per sequence, at least one position each."""
     most = max(chosen.shape[0] for chosen in anchors)
-    context = max(span.stop - span.start for span in spans)
+    context = _rounded_up(max(span.stop - span.start for span in spans), _CONTEXT_STEP)
     position_BA = torch.stack([torch.cat((a, a[-1:].expand(most - a.shape[0]))) for a in anchors])
     real_BA = torch.stack([torch.arange(most) < a.shape[0] for a in anchors])
     start_B1 = torch.tensor([[span.start] for span in spans])
     length_B1 = torch.tensor([[span.stop - span.start] for span in spans])
+    greedy_B = torch.tensor([float(span.temperature == 0) for span in spans])
 
     positions_BC = torch.arange(context).expand(len(spans), -1)
     rows_BC = start_B1 + torch.minimum(positions_BC, length_B1 - 1)  # padding repeats the last row; nobody sees it
@@ -66,6 +72,9 @@ def build_batch(store: TokenStore, spans: Sequence[Span], anchors: Sequence[Tens
     slot_N = counts_BAG.flatten().nonzero()[:, 0]
     row_N = row_BAG.flatten()[slot_N]
     unique_U, teacher_row_N = torch.unique(row_N, return_inverse=True)
+    spare = _rounded_up(len(unique_U), _TEACHER_STEP) - len(unique_U)
+    hidden_UD = F.pad(store.hidden_CD[unique_U], (0, 0, 0, spare))
+    lse_U = F.pad(store.lse_C[unique_U], (0, spare), value=torch.inf)  # such a row gives every token probability 0
     return AnchorBatch(
         taps_BCF=store.taps_CF[rows_BC],
         positions_BC=positions_BC,
@@ -76,10 +85,15 @@ def build_batch(store: TokenStore, spans: Sequence[Span], anchors: Sequence[Tens
         slot_N=slot_N,
         previous_BAG=store.tokens_C[row_BAG].long(),
         next_N=store.tokens_C[row_N + 1].long(),
+        greedy_N=greedy_B.repeat_interleave(most * num_slots)[slot_N],
         teacher_row_N=teacher_row_N,
-        hidden_UD=store.hidden_CD[unique_U],
-        lse_U=store.lse_C[unique_U],
+        hidden_UD=hidden_UD,
+        lse_U=lse_U,
     )
+
+
+def _rounded_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 class BatchPlan:

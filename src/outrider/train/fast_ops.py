@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.train.native import compiled, pointers
+from outrider.ops.loops import compiled, pointers
 
 _SOURCE = r"""
 // query [B, H, D], key and value [B, longest, K, D], lens [B], out [B, H, D]; DIM fixes D at compile time, 0 does not

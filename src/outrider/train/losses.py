@@ -8,7 +8,9 @@ passes made it, by their int8 head), and the token that followed as label:
 
 The first term is twice the probability that a draft is rejected at temperature 1. Each slot has a weight; the loss is
 the weighted mean. Along with it come the figures evaluation needs: the acceptance probability sum min(p, q), and for
-the label min(1, q / p), the probability that it would have been accepted had it been drafted.
+the label min(1, q / p), the probability that it would have been accepted had it been drafted. The last term counts
+where the label is the target's own greedy choice (text said at temperature 0): elsewhere a label is one sample of p,
+which the others know in full.
 
 With ``Columns`` the sums run over the columns that matter to these rows and a random sample of the others, each sampled
 one standing for as many as it was drawn from (``shift`` is the logarithm of that number): the same in expectation but
@@ -30,9 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.train.native import compiled, pointers
+from outrider.ops.loops import compiled, pointers
 
 _CHUNK = 512  # slots whose logits exist at the same time
+_CHUNK_STEP = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ class Teacher:
     lse_U: Tensor  # fp32, over the full vocabulary
     row_N: Tensor  # int64: each slot's row
     label_N: Tensor  # int64 draft id of the token that followed; -1: outside the draft vocabulary
+    greedy_N: Tensor  # fp32: 1 where that token was said at temperature 0, else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +96,30 @@ def choose_columns(highest_V: Tensor, label_N: Tensor, count: int, generator: to
 
 
 def teacher_over(
-    columns: Columns | None, *, hidden_UD: Tensor, head_VD: Tensor, lse_U: Tensor, row_N: Tensor, label_N: Tensor
+    columns: Columns | None,
+    *,
+    hidden_UD: Tensor,
+    head_VD: Tensor,
+    lse_U: Tensor,
+    row_N: Tensor,
+    label_N: Tensor,
+    greedy_N: Tensor,
 ) -> Teacher:
     """The teacher over ``columns`` alone, or over the whole draft vocabulary; ``label_N`` are draft ids or -1."""
     if columns is None:
-        return Teacher(logits_UV=hidden_UD @ head_VD.T, lse_U=lse_U, row_N=row_N, label_N=label_N)
+        return Teacher(logits_UV=hidden_UD @ head_VD.T, lse_U=lse_U, row_N=row_N, label_N=label_N, greedy_N=greedy_N)
     place_V = torch.full((head_VD.shape[0] + 1,), -1)  # the last for label -1
     place_V[columns.index_C] = torch.arange(len(columns.index_C))
     logits_UC = hidden_UD @ head_VD.index_select(0, columns.index_C).T
     logits_UC += columns.shift_C.to(logits_UC.dtype)
-    return Teacher(logits_UV=logits_UC, lse_U=lse_U, row_N=row_N, label_N=place_V[label_N])
+    return Teacher(logits_UV=logits_UC, lse_U=lse_U, row_N=row_N, label_N=place_V[label_N], greedy_N=greedy_N)
 
 
 _SOURCE = r"""
 // logits [N, V] become weight * dloss/dlogits in place; figures [N, 4] are loss, accept, label_accept, greedy hit
 extern "C" void slot_losses(bf16* logits, const bf16* teacher, const float* lse, const int64_t* row,
-                            const int64_t* label, const float* weight, float* figures, int N, int V,
-                            float l1, float kl, float ce) {
+                            const int64_t* label, const float* greedy, const float* weight, float* figures,
+                            int N, int V, float l1, float kl, float ce_greedy) {
   #pragma omp parallel for schedule(dynamic, 8)
   for (int n = 0; n < N; ++n) {
     static thread_local std::vector<float> q, p;
@@ -117,7 +128,7 @@ extern "C" void slot_losses(bf16* logits, const bf16* teacher, const float* lse,
     float* pp = p.data();
     bf16* z = logits + size_t(n) * V;
     const bf16* t = teacher + size_t(row[n]) * V;
-    const float norm = lse[row[n]];
+    const float norm = lse[row[n]], ce = ce_greedy * greedy[n];
     float top = -INFINITY, total = 0.f;
     for (int v = 0; v < V; ++v) { qp[v] = up(z[v]); top = std::max(top, qp[v]); }
     const int64_t y = label[n];
@@ -163,7 +174,8 @@ def slot_losses(logits_NV: Tensor, teacher: Teacher, weight_N: Tensor, weights: 
     library = compiled(_SOURCE) if bf16 and logits_NV.device.type == "cpu" else None
     if library is not None:
         figures_N4 = torch.empty(N, 4)
-        tensors = (teacher.logits_UV, teacher.lse_U, teacher.row_N, teacher.label_N, weight_N, figures_N4)
+        slots = (teacher.row_N, teacher.label_N, teacher.greedy_N)
+        tensors = (teacher.logits_UV, teacher.lse_U, *slots, weight_N, figures_N4)
         factors = (ctypes.c_float(factor) for factor in (weights.l1, weights.kl, weights.ce))
         library.slot_losses(*pointers(logits_NV, *tensors), N, V, *factors)
         loss_N, accept_N, label_accept_N, hit_N = figures_N4.unbind(1)
@@ -181,16 +193,17 @@ def _slot_losses_torch(logits_NV: Tensor, teacher: Teacher, weight_N: Tensor, we
     mass_N, gap_N = p_NV.sum(-1), (q_NV - p_NV).abs().sum(-1)
     label_log_q_N = torch.where(known_N, log_q_NV.gather(1, column_N1)[:, 0], 0.0)
     label_log_p_N = log_p_NV.gather(1, column_N1)[:, 0]
+    ce_N = weights.ce * teacher.greedy_N
     loss_N = (
         weights.l1 * (gap_N + (1 - mass_N).clamp(min=0))
         + weights.kl * (p_NV * (log_p_NV - log_q_NV)).sum(-1)
-        - weights.ce * label_log_q_N
+        - ce_N * label_log_q_N
     )
     hit_N = known_N & (logits_NV.gather(1, column_N1)[:, 0] == logits_NV.amax(-1))
     gradient_NV = (
         weights.l1 * q_NV * (sign_NV - (q_NV * sign_NV).sum(-1, keepdim=True))
         + weights.kl * (mass_N[:, None] * q_NV - p_NV)
-        + weights.ce * (known_N[:, None] * q_NV - one_hot_NV)
+        + ce_N[:, None] * (known_N[:, None] * q_NV - one_hot_NV)
     )
     logits_NV.copy_(weight_N[:, None] * gradient_NV)
     return SlotFigures(
@@ -218,6 +231,12 @@ class _HeadLoss(torch.autograd.Function):
         inputs_NX = torch.cat((hidden_ND.to(dtype), features_Nr.to(dtype)), dim=1)  # X = D + r
         stacked_VX = torch.cat((head_VD, w2_Vr.to(dtype)), dim=1)
         scaled_N = weight_N / weight_N.sum().clamp(min=1e-9)
+        rows = inputs_NX.shape[0]
+        spare = -rows % _CHUNK_STEP  # rows of weight 0: products of every other size would have to be set up
+        inputs_NX = F.pad(inputs_NX, (0, 0, 0, spare))
+        padded_N = F.pad(scaled_N, (0, spare))
+        teacher_row_N, greedy_N = F.pad(teacher.row_N, (0, spare)), F.pad(teacher.greedy_N, (0, spare))
+        label_N = F.pad(teacher.label_N, (0, spare), value=-1)
         gradient_NX = torch.empty_like(inputs_NX)
         w2_gradient_Vr = torch.zeros_like(w2_Vr, dtype=torch.float32)
         figures: list[Tensor] = []
@@ -229,20 +248,21 @@ class _HeadLoss(torch.autograd.Function):
             chunk = Teacher(
                 logits_UV=teacher.logits_UV,
                 lse_U=teacher.lse_U,
-                row_N=teacher.row_N[part],
-                label_N=teacher.label_N[part],
+                row_N=teacher_row_N[part],
+                label_N=label_N[part],
+                greedy_N=greedy_N[part],
             )
             # Weights sum to about N inside the kernel: gradients of one slot would be denormal in a mean over many.
-            raised_N = scaled_N[part] * inputs_NX.shape[0]
+            raised_N = padded_N[part] * rows
             found = slot_losses(logits_NV, chunk, raised_N, weights)
             gradient_NX[part] = logits_NV @ stacked_VX
             if rank:
                 w2_gradient_Vr += (logits_NV.T @ inputs_NX[part, -rank:]).float()
             columns = (found.loss_N, found.accept_N, found.label_accept_N, found.greedy_hit_N.float())
             figures.append(torch.stack(columns, dim=1))
-        figures_N4 = torch.cat(figures)
-        ctx.save_for_backward(gradient_NX, w2_gradient_Vr)
-        ctx.sizes = (hidden_ND.shape[1], 1 / inputs_NX.shape[0], hidden_ND.dtype, features_Nr.dtype, w2_Vr.dtype)
+        figures_N4 = torch.cat(figures)[:rows]
+        ctx.save_for_backward(gradient_NX[:rows], w2_gradient_Vr)
+        ctx.sizes = (hidden_ND.shape[1], 1 / rows, hidden_ND.dtype, features_Nr.dtype, w2_Vr.dtype)
         ctx.mark_non_differentiable(figures_N4)
         return (figures_N4[:, 0] * scaled_N).sum(), figures_N4
 

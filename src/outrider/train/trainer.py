@@ -55,7 +55,7 @@ class TrainSettings:
     slot_decay: float = 2.5  # slot k weighs exp(-k / slot_decay)
     kl_from: float = 0.2  # progress until which the loss is KL alone; it fades
     kl_until: float = 0.6  # from there to here
-    ce: float = 0.0
+    ce: float = 0.0  # weight of cross-entropy on the tokens of text said at temperature 0
     loss_columns: int = 0  # of the draft vocabulary that a step's loss looks at; 0: all
     feature: float = 0.0  # weight of the distance to the target's own final hidden state
 
@@ -171,6 +171,7 @@ class Trainer:
             lse_U=batch.lse_U,
             row_N=batch.teacher_row_N,
             label_N=label_N,
+            greedy_N=batch.greedy_N,
         )
         head = drafter.markov_head
         w2_Wr = head.markov_w2.weight if head is not None else self.head_WD.new_zeros(self.head_WD.shape[0], 0)

@@ -2,7 +2,7 @@
 
 Contract: ``compiled(source)`` is the loaded library, or None where there is no compiler, the build fails, or torch
 brings no OpenMP to link with (``ops.native_build`` says which, and keeps what it builds). Every caller has a torch path
-that means the same. Training is the only user: the loops are about speed on a CPU, never about results.
+that means the same. Only training uses them: the loops are about speed on a CPU, never about results.
 """
 
 from __future__ import annotations
