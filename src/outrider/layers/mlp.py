@@ -35,8 +35,9 @@ class SwiGLU(nn.Module):
     def forward(self, x_ND: Tensor) -> Tensor:
         gate_up_NX = self.gate_up_proj(x_ND)
         if fused():
-            trained_ND: Tensor = self.down_proj(swiglu(gate_up_NX))
-            return trained_ND
-        gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
-        out_ND: Tensor = self.down_proj(F.silu(gate_NI) * up_NI)
+            activated_NI = swiglu(gate_up_NX)
+        else:
+            gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
+            activated_NI = F.silu(gate_NI) * up_NI
+        out_ND: Tensor = self.down_proj(activated_NI)
         return out_ND

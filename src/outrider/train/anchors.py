@@ -56,7 +56,7 @@ def choose_anchors(positions: Tensor, count: int, generator: torch.Generator) ->
 def build_batch(store: TokenStore, spans: Sequence[Span], anchors: Sequence[Tensor], *, num_slots: int) -> AnchorBatch:
     """``anchors``: one sorted tensor of positions per sequence, at least one position each."""
     most = max(chosen.shape[0] for chosen in anchors)
-    context = _rounded_up(max(span.stop - span.start for span in spans), _CONTEXT_STEP)
+    context = -(-max(span.stop - span.start for span in spans) // _CONTEXT_STEP) * _CONTEXT_STEP
     position_BA = torch.stack([torch.cat((a, a[-1:].expand(most - a.shape[0]))) for a in anchors])
     real_BA = torch.stack([torch.arange(most) < a.shape[0] for a in anchors])
     start_B1 = torch.tensor([[span.start] for span in spans])
@@ -72,7 +72,7 @@ def build_batch(store: TokenStore, spans: Sequence[Span], anchors: Sequence[Tens
     slot_N = counts_BAG.flatten().nonzero()[:, 0]
     row_N = row_BAG.flatten()[slot_N]
     unique_U, teacher_row_N = torch.unique(row_N, return_inverse=True)
-    spare = _rounded_up(len(unique_U), _TEACHER_STEP) - len(unique_U)
+    spare = -len(unique_U) % _TEACHER_STEP
     hidden_UD = F.pad(store.hidden_CD[unique_U], (0, 0, 0, spare))
     lse_U = F.pad(store.lse_C[unique_U], (0, spare), value=torch.inf)  # such a row gives every token probability 0
     return AnchorBatch(
@@ -90,10 +90,6 @@ def build_batch(store: TokenStore, spans: Sequence[Span], anchors: Sequence[Tens
         hidden_UD=hidden_UD,
         lse_U=lse_U,
     )
-
-
-def _rounded_up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 class BatchPlan:

@@ -25,7 +25,7 @@ Shape legend: N slots, U teacher rows, V draft vocabulary (C of it with ``Column
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -235,8 +235,12 @@ class _HeadLoss(torch.autograd.Function):
         spare = -rows % _CHUNK_STEP  # rows of weight 0: products of every other size would have to be set up
         inputs_NX = F.pad(inputs_NX, (0, 0, 0, spare))
         padded_N = F.pad(scaled_N, (0, spare))
-        teacher_row_N, greedy_N = F.pad(teacher.row_N, (0, spare)), F.pad(teacher.greedy_N, (0, spare))
-        label_N = F.pad(teacher.label_N, (0, spare), value=-1)
+        teacher = replace(
+            teacher,
+            row_N=F.pad(teacher.row_N, (0, spare)),
+            label_N=F.pad(teacher.label_N, (0, spare), value=-1),
+            greedy_N=F.pad(teacher.greedy_N, (0, spare)),
+        )
         gradient_NX = torch.empty_like(inputs_NX)
         w2_gradient_Vr = torch.zeros_like(w2_Vr, dtype=torch.float32)
         figures: list[Tensor] = []
@@ -245,12 +249,8 @@ class _HeadLoss(torch.autograd.Function):
             logits_NV = inputs_NX[part] @ stacked_VX.T
             if shift_V is not None:
                 logits_NV += shift_V.to(dtype)
-            chunk = Teacher(
-                logits_UV=teacher.logits_UV,
-                lse_U=teacher.lse_U,
-                row_N=teacher_row_N[part],
-                label_N=label_N[part],
-                greedy_N=greedy_N[part],
+            chunk = replace(
+                teacher, row_N=teacher.row_N[part], label_N=teacher.label_N[part], greedy_N=teacher.greedy_N[part]
             )
             # Weights sum to about N inside the kernel: gradients of one slot would be denormal in a mean over many.
             raised_N = padded_N[part] * rows

@@ -57,8 +57,8 @@ class AttentionProjections(nn.Module):
     def query_key_value(self, hidden_NM: Tensor, phase: RotaryPhase) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated query [N, Hq, D], normed and rotated key [N, Hkv, D], value [N, Hkv, D]."""
         qkv_NHD = self._heads(self.qkv_proj(hidden_NM))
-        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm) and fused():
-            return self._fused(qkv_NHD, self.q_norm, self.k_norm, phase)
+        if (at_once := self._fused(qkv_NHD, phase)) is not None:
+            return at_once
         query_NHD = self.q_norm(qkv_NHD[:, : self.num_heads])
         key_NHD = self.k_norm(qkv_NHD[:, self.num_heads : -self.num_kv_heads])
         return apply_rotary(query_NHD, phase), apply_rotary(key_NHD, phase), qkv_NHD[:, -self.num_kv_heads :]
@@ -66,22 +66,22 @@ class AttentionProjections(nn.Module):
     def key_value(self, hidden_NM: Tensor, phase: RotaryPhase) -> tuple[Tensor, Tensor]:
         """As ``query_key_value``, for rows that are only ever attended to."""
         kv_NHD = self._heads(self.qkv_proj.forward_from(hidden_NM, first_shard="k_proj"))
-        if isinstance(self.k_norm, RMSNorm) and fused():
-            _, key_NHD, value_NHD = self._fused(kv_NHD, self.k_norm, self.k_norm, phase)
-            return key_NHD, value_NHD
+        if (at_once := self._fused(kv_NHD, phase)) is not None:
+            return at_once[1:]
         return apply_rotary(self.k_norm(kv_NHD[:, : self.num_kv_heads]), phase), kv_NHD[:, self.num_kv_heads :]
 
-    def _fused(
-        self, heads_NHD: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, phase: RotaryPhase
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _fused(self, heads_NHD: Tensor, phase: RotaryPhase) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Query (perhaps none), key and value heads where one loop makes them all, else None."""
+        if not (isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm) and fused()):
+            return None
         return normed_rotated_heads(
             heads_NHD,
-            q_norm.weight,
-            k_norm.weight,
+            self.q_norm.weight,
+            self.k_norm.weight,
             cos=phase.cos_NE,
             sin=phase.sin_NE,
             num_kv_heads=self.num_kv_heads,
-            eps=k_norm.eps,
+            eps=self.k_norm.eps,
         )
 
     def _heads(self, projected_NX: Tensor) -> Tensor:
